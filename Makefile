@@ -1,0 +1,56 @@
+# Two commands: `make test` and `make bench`.  Each installs all it needs into .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+EXTRAS := bench,checkpoints,test
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# A constraint for what is installed only: the build's own environment needs no torch.
+PIP := $(PY) -m pip install --quiet --constraint constraints.txt
+
+SOURCES := $(shell find csrc cmake python -name '*.[ch]*' -o -name '*.cu' -o -name '*.py*' -o -name '*.cmake')
+
+.PHONY: test bench lint format stubs gpu-test clean install
+
+install: $(VENV)/.installed
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Rebuilt when a source changes; build/ keeps the objects, so only what changed is compiled.
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml CMakeLists.txt constraints.txt $(SOURCES)
+	$(PIP) '.[$(EXTRAS)]'
+	touch $@
+
+test: install
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+bench: install
+	$(PY) -m benchmarks.moe_decode $(BENCH_ARGS)
+
+$(VENV)/.linters: install
+	$(PIP) '.[lint,$(EXTRAS)]'
+	touch $@
+
+lint: $(VENV)/.linters
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
+	$(VENV)/bin/gersemi --check CMakeLists.txt cmake
+	$(PY) tools/stubs.py --check
+
+format: $(VENV)/.linters
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
+	$(VENV)/bin/gersemi -i CMakeLists.txt cmake
+
+stubs: $(VENV)/.linters
+	$(PY) tools/stubs.py
+
+gpu-test:
+	tools/gpu.sh
+
+clean:
+	rm -rf $(VENV) build

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Torch tensors as the pointers, extents and strides that the compiled core takes.
+
+The only file that calls ``data_ptr()``.  Callers check dtype, shape and device first; what is
+checked here is what a pointer cannot show: strides and overlap.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp4lt import _C
+from fp4lt.errors import ArgumentError, DeviceError, DTypeError, LayoutError
+
+DTYPES = {
+    torch.float32: _C.DType.F32,
+    torch.float16: _C.DType.F16,
+    torch.bfloat16: _C.DType.BF16,
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def address(t: torch.Tensor | None) -> int:
+    """Address of the first element; 0 for None."""
+    return 0 if t is None else t.data_ptr()
+
+
+def threads() -> int:
+    """Threads a CPU call may use: torch's own setting."""
+    return torch.get_num_threads()
+
+
+def require_cpu(what: str, *tensors: torch.Tensor) -> None:
+    """Refuse tensors that are not in host memory."""
+    for t in tensors:
+        if t.device.type != "cpu":
+            raise DeviceError(
+                f"{what}: this runs on the CPU but the tensor is on {t.device}; "
+                "move it with .to('cpu')"
+            )
+
+
+def require_dtype(what: str, t: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+    """Refuse dtypes that are not among `allowed`."""
+    if t.dtype not in allowed:
+        names = ", ".join(dtype_name(d) for d in allowed)
+        raise DTypeError(f"{what} is {dtype_name(t.dtype)}; it must be one of: {names}")
+
+
+def require_no_grad(what: str, *tensors: torch.Tensor | None) -> None:
+    """Refuse tensors whose gradient would silently be lost."""
+    if not torch.is_grad_enabled():
+        return
+    for t in tensors:
+        if t is not None and t.requires_grad:
+            raise ArgumentError(
+                f"{what}: an input requires grad, but fp4lt is for inference and computes no "
+                "gradients; pass t.detach(), or call under torch.no_grad()"
+            )
+
+
+def row_strides(what: str, t: torch.Tensor) -> tuple[int, int]:
+    """Expert and row stride (elements) of a 2-D or 3-D tensor whose last dimension is contiguous.
+
+    Raises
+    ------
+    LayoutError
+        If the last dimension is strided.
+    """
+    if t.shape[-1] > 1 and t.stride(-1) != 1:
+        raise LayoutError(
+            f"{what} has shape {tuple(t.shape)} and strides {t.stride()}; its last dimension must "
+            "be contiguous (stride 1): call .contiguous()"
+        )
+    return (t.stride(0) if t.ndim == 3 else 0), t.stride(-2)
+
+
+def dense_view(what: str, t: torch.Tensor) -> _C.DenseView:
+    """View of (rows, K) or (E, rows, K) in fp32, fp16 or bf16."""
+    expert, row = row_strides(what, t)
+    return _C.DenseView(data=address(t), type=DTYPES[t.dtype], expert_stride=expert, row_stride=row)
+
+
+def nvfp4_view(
+    codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor
+) -> _C.Nvfp4View:
+    """View of an NVFP4 matrix or stack; the global scale is () or one per expert or row."""
+    stacked = codes.ndim == 3
+    return _C.Nvfp4View(
+        codes=address(codes),
+        codes_expert_stride=codes.stride(0) if stacked else 0,
+        scales=address(scales),
+        scales_expert_stride=scales.stride(0) if stacked else 0,
+        global_scale=address(global_scale),
+        global_stride=global_scale.stride(0) if global_scale.ndim else 0,
+    )
+
+
+def _extent(t: torch.Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+
+def require_no_overlap(out: torch.Tensor, *inputs: torch.Tensor | None) -> None:
+    """Refuse an ``out`` that shares bytes with an input, or with itself."""
+    if out.numel() == 0:
+        return
+    start, end = _extent(out)
+    for t in inputs:
+        if t is None or t.numel() == 0 or t.device != out.device:
+            continue
+        first, last = _extent(t)
+        if first < end and start < last:
+            raise LayoutError(
+                "out= overlaps an input in memory; results would depend on the order of writes: "
+                "pass a buffer of its own"
+            )
+    if out.ndim == 2 and out.shape[0] > 1 and out.stride(0) < out.shape[1]:
+        raise LayoutError(
+            f"out= has shape {tuple(out.shape)} and strides {out.stride()}: its rows overlap"
+        )

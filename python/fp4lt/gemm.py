@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""grouped_mm: rows sorted by expert times each expert's matrix."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from fp4lt._interop import (
+    dtype_name,
+    require_dtype,
+    require_no_grad,
+    require_no_overlap,
+    row_strides,
+)
+from fp4lt.codec import FLOATS, check_global_scale
+from fp4lt.errors import ArgumentError, DeviceError, DTypeError, LayoutError, ShapeError
+from fp4lt.formats import BLOCK
+from fp4lt.plan import Plan
+from fp4lt.problem import GroupedCall, GroupedProblem, Operand, Recipe, check_recipe, format_name
+from fp4lt.tensor import NVFP4Tensor
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def grouped_mm(
+    a: Operand,
+    b: Operand,
+    *,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    alpha: torch.Tensor | float | None = None,
+    recipe: Recipe = "w4a4",
+    a_scale: torch.Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Multiply each group of rows by its expert's matrix.
+
+    The call is that of ``torch.nn.functional.grouped_mm(x, w.mT, offs=offs)``.  For the rows m of
+    expert e, from ``offs[e - 1]`` (or 0) up to but not including ``offs[e]``::
+
+        y[m, n] = round(f * c + bias[e, n]),    f = (g_a[m] * g_b[e]) * alpha[e]
+        c       = sum over k of a[m, k] * b[e, k, n]   without global scales, in fp32
+
+    Parameters
+    ----------
+    a : (M, K) bfloat16, float16 or float32, or an NVFP4Tensor
+        K contiguous, a multiple of 16; rows may be strided.
+    b : (E, K, N) NVFP4Tensor, bfloat16 or float16
+        ``w.mT`` of weights stored as (E, N, K): K is the contiguous dimension.
+    offs : (E,) int32 or int64
+        End offsets, not decreasing, at most M.  Groups may be empty.  Rows from ``offs[-1]`` on are
+        neither read nor written.
+    bias : (E, N) floating point, optional
+    alpha : float or () or (E,) float32, optional
+        A factor per expert.
+    recipe : "w4a4" or "w4a16"
+        For dense activations on NVFP4 weights.  "w4a4" rounds them to NVFP4; "w4a16" takes bf16 and
+        fp16 as they are.  bf16 and fp16 weights always take the activations as they are.
+    a_scale : float or () or (E,) float32, optional
+        Static global scale of the activations, with "w4a4".  By default each row has a derived
+        scale of its own, so that no row depends on another.
+    out_dtype : torch.dtype, optional
+        bfloat16, float16 or float32; a's dtype by default, bfloat16 for an NVFP4Tensor.
+    out : (M, N) of `out_dtype`, optional
+        Written instead of a new tensor; rows may be strided.  It may not overlap an input.
+    backend : str
+        "auto" or the name of one.
+
+    Returns
+    -------
+    (M, N) of `out_dtype`
+        Rows from ``offs[-1]`` on are uninitialised, or as they were in `out`.
+
+    Raises
+    ------
+    ShapeError, DTypeError, LayoutError, DeviceError, ArgumentError, UnsupportedError
+        Before anything is computed or written.
+    """
+    plan = plan_grouped_mm(a, b, recipe=recipe, out_dtype=out_dtype, backend=backend, out=out)
+    return plan.run(a, b, offs=offs, bias=bias, alpha=alpha, a_scale=a_scale, out=out)
+
+
+def plan_grouped_mm(
+    a: Operand,
+    b: Operand,
+    *,
+    recipe: Recipe = "w4a4",
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    out: torch.Tensor | None = None,
+) -> GroupedMMPlan:
+    """Plan :func:`grouped_mm` for operands like `a` and `b`; M may differ from call to call.
+
+    Parameters and errors are those of :func:`grouped_mm`.  Plans are cached: asking again for the
+    same problem gives the same object.
+    """
+    experts, n, k = _check_operands(a, b)
+    check_recipe("grouped_mm", recipe)
+    if recipe == "w4a16" and isinstance(b, NVFP4Tensor):
+        if isinstance(a, NVFP4Tensor):
+            raise ArgumentError(
+                "grouped_mm: recipe='w4a16' takes bf16 or fp16 activations, but a is an "
+                "NVFP4Tensor; use recipe='w4a4'"
+            )
+        require_dtype("grouped_mm: with recipe='w4a16', a", a, _HALVES)
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if isinstance(a, NVFP4Tensor) else a.dtype
+        if out is not None:
+            out_dtype = out.dtype
+    if out_dtype not in FLOATS:
+        names = ", ".join(dtype_name(d) for d in FLOATS)
+        raise DTypeError(f"grouped_mm: out_dtype is {out_dtype}; it must be one of: {names}")
+    problem = GroupedProblem(experts, n, k, format_name(a), format_name(b), out_dtype, str(recipe))
+    return _plan(problem, a.device, backend)
+
+
+class GroupedMMPlan(Plan[GroupedProblem]):
+    """A grouped GEMM whose backend is chosen; see :func:`plan_grouped_mm`."""
+
+    def run(
+        self,
+        a: Operand,
+        b: Operand,
+        *,
+        offs: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        alpha: torch.Tensor | float | None = None,
+        a_scale: torch.Tensor | float | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute; parameters, result and errors as in :func:`grouped_mm`."""
+        p = self.problem
+        experts, n, k = _check_operands(a, b)
+        given = (experts, n, k, format_name(a), format_name(b))
+        if given != (p.experts, p.n, p.k, p.a_format, p.b_format) or a.device != self.device:
+            raise ArgumentError(
+                f"this plan is for {p} on {self.device}, but the operands are E={experts} N={n} "
+                f"K={k} {given[3]} x {given[4]} on {a.device}; make a plan for them"
+            )
+        rows = a.shape[0]
+        ends = _check_offsets(offs, experts, rows)
+        if bias is not None:
+            bias = check_bias("grouped_mm: bias", bias, experts, n, a.device)
+        factors = None
+        if alpha is not None:
+            factors = per_expert("grouped_mm: alpha", alpha, experts, a.device).expand(experts)
+            factors = factors.contiguous()
+        static = None
+        if a_scale is not None:
+            if not p.quantizes:
+                raise ArgumentError(
+                    f"grouped_mm: a_scale is the static scale of activations that the call rounds "
+                    f"to NVFP4, but {p} rounds none; leave it out"
+                )
+            static = per_expert("grouped_mm: a_scale", a_scale, experts, a.device)
+            check_global_scale("grouped_mm: a_scale", static, {(): "shared", (experts,): "each"})
+        require_no_grad("grouped_mm", *tensors_of(a), *tensors_of(b), bias, factors, static)
+        if out is None:
+            out = torch.empty(rows, n, dtype=p.out_dtype, device=a.device)
+        else:
+            require_no_grad("grouped_mm: out", out)
+            inputs = (*tensors_of(a), *tensors_of(b), offs, bias, factors, static)
+            check_out("grouped_mm", out, (rows, n), p.out_dtype, a.device, inputs)
+        weights = b.mT
+        self.backend.grouped_mm(p, GroupedCall(a, weights, ends, bias, factors, static, out))
+        return out
+
+
+@lru_cache(maxsize=1024)
+def _plan(problem: GroupedProblem, device: torch.device, backend: str) -> GroupedMMPlan:
+    return GroupedMMPlan(problem, device, backend)
+
+
+def tensors_of(operand: Operand) -> tuple[torch.Tensor, ...]:
+    """The tensors an operand is made of."""
+    if isinstance(operand, NVFP4Tensor):
+        return operand.codes, operand.scales, operand.global_scale
+    return (operand,)
+
+
+def per_expert(
+    what: str, value: torch.Tensor | float, experts: int, device: torch.device
+) -> torch.Tensor:
+    """A number, () or (E,) float32 tensor as a tensor on `device`."""
+    if not isinstance(value, torch.Tensor):
+        return torch.tensor(float(value), dtype=torch.float32, device=device)
+    require_dtype(what, value, (torch.float32,))
+    if tuple(value.shape) not in ((), (experts,)):
+        raise ShapeError(
+            f"{what} has shape {tuple(value.shape)}; it must be () or ({experts},), one per expert"
+        )
+    require_device(what, value, device)
+    return value.contiguous()
+
+
+def require_device(what: str, t: torch.Tensor, device: torch.device) -> None:
+    """Refuse a tensor that is not on `device`."""
+    if t.device != device:
+        raise DeviceError(f"{what} is on {t.device}, but the activations are on {device}")
+
+
+def check_bias(
+    what: str, bias: torch.Tensor, experts: int, n: int, device: torch.device
+) -> torch.Tensor:
+    """A bias (E, n) in any of the float dtypes as float32 with contiguous rows."""
+    require_dtype(what, bias, FLOATS)
+    if tuple(bias.shape) != (experts, n):
+        raise ShapeError(
+            f"{what} has shape {tuple(bias.shape)}; it must be ({experts}, {n}), a row per expert"
+        )
+    require_device(what, bias, device)
+    return bias.detach().to(torch.float32).contiguous()
+
+
+def check_out(
+    what: str,
+    out: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    inputs: tuple[torch.Tensor | None, ...],
+) -> None:
+    """Refuse an ``out=`` of another shape, dtype, device or column stride, or one that overlaps."""
+    if tuple(out.shape) != shape:
+        raise ShapeError(f"{what}: out= has shape {tuple(out.shape)}; it must be {shape}")
+    if out.dtype != dtype:
+        raise DTypeError(
+            f"{what}: out= is {dtype_name(out.dtype)}, but the result is {dtype_name(dtype)}"
+        )
+    require_device(f"{what}: out=", out, device)
+    row_strides(f"{what}: out=", out)
+    require_no_overlap(out, *inputs)
+
+
+def _check_operands(a: Operand, b: Operand) -> tuple[int, int, int]:
+    """Experts, N and K of operands that fit together."""
+    for name, t in (("a", a), ("b", b)):
+        if not isinstance(t, (torch.Tensor, NVFP4Tensor)):
+            raise ArgumentError(
+                f"grouped_mm: {name} is a {type(t).__name__}; a torch.Tensor or NVFP4Tensor is "
+                "needed"
+            )
+    if b.ndim != 3:
+        raise ShapeError(
+            f"grouped_mm: b has shape {tuple(b.shape)}; it must be 3-D, (E, K, N): for one matrix "
+            "add a dimension of 1 expert"
+        )
+    if a.ndim != 2:
+        raise ShapeError(
+            f"grouped_mm: a has shape {tuple(a.shape)}; it must be 2-D, (M, K), the rows sorted by "
+            "expert"
+        )
+    if isinstance(b, NVFP4Tensor):
+        if not b.transposed:
+            raise LayoutError(
+                f"grouped_mm: b is stored as (E, N, K) = {b.shape}; pass its transpose, b.mT"
+            )
+    else:
+        require_dtype("grouped_mm: b", b, _HALVES)
+        if isinstance(a, NVFP4Tensor) or a.dtype != b.dtype:
+            raise DTypeError(
+                f"grouped_mm: b is {format_name(b)} but a is {format_name(a)}; dense weights take "
+                "activations of their own dtype"
+            )
+    if isinstance(a, NVFP4Tensor):
+        if a.transposed:
+            raise LayoutError("grouped_mm: a is transposed; pass it as (M, K)")
+    else:
+        require_dtype("grouped_mm: a", a, FLOATS)
+    experts, k, n = b.shape
+    if a.shape[1] != k:
+        raise ShapeError(
+            f"grouped_mm: activations have K={a.shape[1]} but weights have K={k} (b is (E, K, N) = "
+            f"{tuple(b.shape)}); K must match"
+        )
+    if k == 0 or k % BLOCK:
+        raise ShapeError(
+            f"grouped_mm: K={k}; it must be a positive multiple of {BLOCK}: pad with zeros"
+        )
+    if experts == 0 or n == 0:
+        raise ShapeError(f"grouped_mm: b has shape {tuple(b.shape)}; E and N must be at least 1")
+    if a.device != b.device:
+        raise DeviceError(f"grouped_mm: a is on {a.device}, but b is on {b.device}")
+    if isinstance(a, torch.Tensor):
+        row_strides("grouped_mm: a", a)
+    if isinstance(b, torch.Tensor) and b.stride(1) != 1:
+        raise LayoutError(
+            f"grouped_mm: b has shape {tuple(b.shape)} and strides {b.stride()}; K, its second "
+            "dimension, must be contiguous: store weights as (E, N, K) and pass .mT"
+        )
+    return experts, n, k
+
+
+def _check_offsets(offs: torch.Tensor, experts: int, rows: int) -> torch.Tensor:
+    """End offsets as int64 in host memory."""
+    if not isinstance(offs, torch.Tensor):
+        raise ArgumentError(f"grouped_mm: offs is a {type(offs).__name__}; a tensor is needed")
+    require_dtype("grouped_mm: offs", offs, (torch.int32, torch.int64))
+    if tuple(offs.shape) != (experts,):
+        raise ShapeError(
+            f"grouped_mm: offs has shape {tuple(offs.shape)}; it must be ({experts},), the end "
+            "offset of each expert's rows"
+        )
+    ends = offs.detach().to(device="cpu", dtype=torch.int64).contiguous()
+    steps = torch.diff(ends, prepend=ends.new_zeros(1))
+    if bool((steps < 0).any()):
+        e = int(torch.nonzero(steps < 0)[0])
+        before = int(ends[e - 1]) if e else 0
+        raise ArgumentError(
+            f"grouped_mm: offs[{e}] is {int(ends[e])}, less than {before} before it; end offsets "
+            "must not decrease (are these counts? use offs = counts.cumsum(0))"
+        )
+    if int(ends[-1]) > rows:
+        raise ArgumentError(f"grouped_mm: offs[-1] is {int(ends[-1])}, but a has only {rows} rows")
+    return ends

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Build for the GPU of this machine, run the GPU tests, then the benchmark; results go to $1, $OUT or
+# build/gpu.  One call does it all, offline, in the Python that has torch and the build tools.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out="${1:-${OUT:-build/gpu}}"
+mkdir -p "$out"
+
+arch="${FP4LT_GPU_ARCH:-$(python3 - <<'PY'
+import torch
+major, minor = torch.cuda.get_device_capability()
+print(f"{major}{minor}{'a' if major >= 9 else ''}-real")
+PY
+)}"
+python3 -m pip install --quiet --no-build-isolation --no-deps \
+  -Ccmake.define.FP4LT_CUDA=ON -Ccmake.define.CMAKE_CUDA_ARCHITECTURES="$arch" .
+python3 -m pytest -m gpu -p no:cacheprovider --junitxml="$out/gpu-tests.xml" tests
+python3 -m benchmarks.moe_decode --json "$out/moe_decode.json"
