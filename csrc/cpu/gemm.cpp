@@ -140,12 +140,11 @@ class WeightTile {
 
   void unpack_float(int64_t block0, int blocks, float* out) {
     if (const auto* d = std::get_if<DenseView>(&p_.b)) {
-      float wide[kChunkBlocks * kBlock];
+      const uint16_t* rows[kCols];
       for (int col = 0; col < kCols; ++col) {
-        kernels().widen(codes_[col] + block0 * kBlock * size_of(d->type), d->type, blocks * kBlock,
-                        wide);
-        for (int k = 0; k < blocks * kBlock; ++k) out[k * kCols + col] = wide[k];
+        rows[col] = reinterpret_cast<const uint16_t*>(codes_[col]) + block0 * kBlock;
       }
+      kernels().unpack_half(rows, d->type, blocks, out);
       return;
     }
     decode_scales(block0, blocks);

@@ -10,18 +10,18 @@ namespace fp4lt {
 namespace {
 
 std::vector<const SimdKernels*> detect() {
-  std::vector<const SimdKernels*> tables{&kScalarKernels};
+  std::vector<const SimdKernels*> tables{&scalar_kernels()};
 #if defined(FP4LT_HAVE_AVX2)
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
       __builtin_cpu_supports("f16c")) {
-    tables.push_back(&kAvx2Kernels);
+    tables.push_back(&avx2_kernels());
   }
 #endif
 #if defined(FP4LT_HAVE_AVX512)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vnni")) {
-    tables.push_back(&kAvx512Kernels);
+    tables.push_back(&avx512_kernels());
   }
 #endif
   return tables;

@@ -47,6 +47,8 @@ struct SimdKernels {
   void (*unpack_int8)(const uint8_t* const* rows, int blocks, int8_t* out);
   // The same to fp32 products code * scale, out[k][kCols]; scales[block][kCols].
   void (*unpack_float)(const uint8_t* const* rows, const float* scales, int blocks, float* out);
+  // fp16 or bf16 weights of kCols rows to the same order; nothing is read past `blocks` blocks.
+  void (*unpack_half)(const uint16_t* const* rows, DType type, int blocks, float* out);
 
   // One chain: out[r][kCols] = the sum over `blocks` blocks of each exact block sum, in fp32, for
   // `rows` activation rows.  `scales` as above; `weights` as unpacked by this table.

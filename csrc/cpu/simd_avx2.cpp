@@ -109,6 +109,12 @@ void dequantize(const uint8_t* codes, const uint8_t* scales, int64_t blocks, flo
   }
 }
 
+inline __m256 widen8(const uint16_t* half, DType type) {
+  const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(half));
+  if (type == DType::kF16) return _mm256_cvtph_ps(h);
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+
 void widen(const void* x, DType type, int64_t n, float* out) {
   if (type == DType::kF32) {
     std::memcpy(out, x, static_cast<size_t>(n) * sizeof(float));
@@ -116,13 +122,7 @@ void widen(const void* x, DType type, int64_t n, float* out) {
   }
   const auto* half = static_cast<const uint16_t*>(x);
   int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(half + i));
-    const __m256 v = type == DType::kF16
-                         ? _mm256_cvtph_ps(h)
-                         : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
-    _mm256_storeu_ps(out + i, v);
-  }
+  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, widen8(half + i, type));
   for (; i < n; ++i) out[i] = type == DType::kF16 ? widen_f16(half[i]) : widen_bf16(half[i]);
 }
 
@@ -277,6 +277,19 @@ void unpack_float(const uint8_t* const* rows, const float* scales, int blocks, f
   }
 }
 
+void unpack_half(const uint16_t* const* rows, DType type, int blocks, float* out) {
+  for (int half = 0; half < kCols; half += 8) {
+    for (int k = 0; k < blocks * kBlock; k += 8) {
+      __m256i v[8];
+      for (int i = 0; i < 8; ++i) v[i] = _mm256_castps_si256(widen8(rows[half + i] + k, type));
+      transpose8(v);
+      for (int i = 0; i < 8; ++i) {
+        _mm256_storeu_ps(out + (k + i) * kCols + half, _mm256_castsi256_ps(v[i]));
+      }
+    }
+  }
+}
+
 template <int R>
 void dot_float_rows(const float* a, int64_t stride, const float* weights, int blocks, float* out) {
   for (int r = 0; r < R; ++r) {
@@ -325,9 +338,12 @@ void add(const float* x, int64_t n, float* out) {
 
 }  // namespace
 
-const SimdKernels kAvx2Kernels = {
-    "avx2",      amax,         quantize, dequantize, widen, narrow,
-    unpack_int8, unpack_float, dot_int8, dot_float,  add,
-};
+const SimdKernels& avx2_kernels() {
+  static const SimdKernels table = {
+      "avx2",      amax,         quantize,    dequantize, widen,     narrow,
+      unpack_int8, unpack_float, unpack_half, dot_int8,   dot_float, add,
+  };
+  return table;
+}
 
 }  // namespace fp4lt

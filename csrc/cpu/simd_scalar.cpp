@@ -114,6 +114,14 @@ void unpack_float(const uint8_t* const* rows, const float* scales, int blocks, f
   }
 }
 
+void unpack_half(const uint16_t* const* rows, DType type, int blocks, float* out) {
+  for (int k = 0; k < blocks * kBlock; ++k) {
+    for (int col = 0; col < kCols; ++col) {
+      *out++ = type == DType::kF16 ? widen_f16(rows[col][k]) : widen_bf16(rows[col][k]);
+    }
+  }
+}
+
 void dot_int8(const Int8Rows& a, int rows, const int8_t* weights, const float* scales, int blocks,
               float* out) {
   for (int r = 0; r < rows; ++r, out += kCols) {
@@ -154,9 +162,12 @@ void add(const float* x, int64_t n, float* out) {
 
 }  // namespace
 
-const SimdKernels kScalarKernels = {
-    "scalar",    amax,         quantize, dequantize, widen, narrow,
-    unpack_int8, unpack_float, dot_int8, dot_float,  add,
-};
+const SimdKernels& scalar_kernels() {
+  static const SimdKernels table = {
+      "scalar",    amax,         quantize,    dequantize, widen,     narrow,
+      unpack_int8, unpack_float, unpack_half, dot_int8,   dot_float, add,
+  };
+  return table;
+}
 
 }  // namespace fp4lt

@@ -6,12 +6,13 @@
 
 namespace fp4lt {
 
-extern const SimdKernels kScalarKernels;
+const SimdKernels& scalar_kernels();
 #if defined(FP4LT_HAVE_AVX2)
-extern const SimdKernels kAvx2Kernels;
+const SimdKernels& avx2_kernels();
 #endif
 #if defined(FP4LT_HAVE_AVX512)
-extern const SimdKernels kAvx512Kernels;
+// Takes the codec from the AVX2 table.
+const SimdKernels& avx512_kernels();
 #endif
 
 }  // namespace fp4lt

@@ -71,7 +71,7 @@ def row_strides(what: str, t: torch.Tensor) -> tuple[int, int]:
     LayoutError
         If the last dimension is strided.
     """
-    if t.shape[-1] > 1 and t.stride(-1) != 1:
+    if t.numel() and t.stride(-1) != 1:
         raise LayoutError(
             f"{what} has shape {tuple(t.shape)} and strides {t.stride()}; its last dimension must "
             "be contiguous (stride 1): call .contiguous()"
