@@ -43,7 +43,7 @@ def generate() -> str:
     text = _plain_enums(text)
     ruff = [sys.executable, "-m", "ruff", "--config", str(ROOT / "pyproject.toml")]
     for step in (
-        ["check", "--fix-only", "--quiet", "--select", "I,UP,F401"],
+        ["check", "--fix-only", "--quiet", "--select", "I,UP,F401,RUF022"],
         ["format", "--quiet"],
     ):
         command = [*ruff, *step, "--stdin-filename", str(STUB), "-"]

@@ -114,27 +114,41 @@ class PairwiseTree {
   std::vector<float> storage_;
 };
 
-// One weight tile of kCols rows, chunk after chunk.  Columns past N repeat the last row; nobody
-// stores them.
+// One weight tile, chunk after chunk.  It is made of the kCols weight rows whose scales share cache
+// lines: four neighbours of each quarter of a 128-row scale tile.  Rows past N repeat the last one;
+// nobody stores them.
 class WeightTile {
  public:
-  WeightTile(const GroupedGemmArgs& p, int64_t expert, int64_t col0) : p_(p) {
+  // Tiles that cover N columns; the last ones of a ragged 128 may be empty.
+  static int64_t count(int64_t n) { return ceil_div(n, kTileRows) * kTilesPerScaleTile; }
+
+  WeightTile(const GroupedGemmArgs& p, int64_t expert, int64_t index)
+      : p_(p), row0_(index / kTilesPerScaleTile * kTileRows + index % kTilesPerScaleTile * kRun) {
+    if (empty()) return;
     for (int col = 0; col < kCols; ++col) {
-      const int64_t n = std::min<int64_t>(col0 + col, p.n - 1);
+      const int64_t n = std::min(row_of(col), p.n - 1);
       if (const auto* b = std::get_if<Nvfp4View>(&p.b)) {
         codes_[col] = b->codes + expert * b->codes_expert_stride + n * (p.k / 2);
-        tiles_[col] = b->scales + expert * b->scales_expert_stride +
-                      scale_offset(n, 0, padded_blocks(p.k / kBlock));
       } else {
         const auto& d = std::get<DenseView>(p.b);
         codes_[col] = static_cast<const uint8_t*>(d.data) +
                       (expert * d.expert_stride + n * d.row_stride) * size_of(d.type);
       }
     }
+    if (const auto* b = std::get_if<Nvfp4View>(&p.b)) {
+      scale_lines_ = b->scales + expert * b->scales_expert_stride +
+                     scale_offset(row0_, 0, padded_blocks(p.k / kBlock));
+    }
   }
 
+  bool empty() const { return row0_ >= p_.n; }
+
+  // Columns come in kCols / kRun runs of kRun neighbours.
+  int64_t run_start(int run) const { return row0_ + run * (kTileRows / 4); }
+  int64_t run_length(int run) const { return std::clamp<int64_t>(p_.n - run_start(run), 0, kRun); }
+
   void unpack_int8(int64_t block0, int blocks, int8_t* out) {
-    decode_scales(block0, blocks);
+    kernels().decode_scales(line(block0), blocks, scales_);
     kernels().unpack_int8(rows(block0, blocks), blocks, out);
   }
 
@@ -147,19 +161,34 @@ class WeightTile {
       kernels().unpack_half(rows, d->type, blocks, out);
       return;
     }
-    decode_scales(block0, blocks);
+    kernels().decode_scales(line(block0), blocks, scales_);
     kernels().unpack_float(rows(block0, blocks), scales_, blocks, out);
+  }
+
+  // Asks for the chunk from `block0` on.  Sixteen short streams are too many, and each too short,
+  // for the processor to foresee.
+  void prefetch(int64_t block0) const {
+    const int64_t blocks = p_.k / kBlock;
+    if (empty() || block0 >= blocks || scale_lines_ == nullptr) return;
+    const int64_t count = std::min<int64_t>(kChunkBlocks, blocks - block0);
+    for (int col = 0; col < kCols; ++col) {
+      const uint8_t* from = codes_[col] + block0 * (kBlock / 2);
+      __builtin_prefetch(from);
+      __builtin_prefetch(from + (count * (kBlock / 2) - 1));
+    }
+    for (int64_t b = 0; b < count; b += kTileBlocks) __builtin_prefetch(line(block0 + b));
   }
 
   const float* scales() const { return scales_; }
 
  private:
-  void decode_scales(int64_t block0, int blocks) {
-    const float* table = e4m3_table();
-    for (int b = 0; b < blocks; ++b) {
-      const int64_t at = (block0 + b) / kTileBlocks * kTileBytes + (block0 + b) % kTileBlocks;
-      for (int col = 0; col < kCols; ++col) scales_[b * kCols + col] = table[tiles_[col][at]];
-    }
+  static constexpr int kRun = 4;
+  static constexpr int kTilesPerScaleTile = kTileRows / kCols;
+
+  int64_t row_of(int col) const { return run_start(col / kRun) + col % kRun; }
+
+  const uint8_t* line(int64_t block0) const {
+    return scale_lines_ + block0 / kTileBlocks * kTileBytes;
   }
 
   // The tables read whole groups of 4 blocks: a ragged end is read from a copy.
@@ -178,48 +207,58 @@ class WeightTile {
   }
 
   const GroupedGemmArgs& p_;
+  int64_t row0_;
   const uint8_t* codes_[kCols];
-  const uint8_t* tiles_[kCols];
+  const uint8_t* scale_lines_ = nullptr;
   const uint8_t* rows_[kCols];
   float scales_[kChunkBlocks * kCols];
-  uint8_t ragged_[kCols][kChunkBlocks * kBlock / 2] = {};
+  uint8_t ragged_[kCols][kChunkBlocks * kBlock / 2];
 };
 
 void store(const GroupedGemmArgs& p, const Panel& panel, const Segment& s, int64_t row,
-           int64_t col0, const float* sums) {
-  const float g_b =
-      std::holds_alternative<Nvfp4View>(p.b)
-          ? std::get<Nvfp4View>(p.b).global[s.expert * std::get<Nvfp4View>(p.b).global_stride]
-          : 1.0f;
+           const WeightTile& tile, const float* sums) {
+  const auto* b = std::get_if<Nvfp4View>(&p.b);
+  const float g_b = b != nullptr ? b->global[s.expert * b->global_stride] : 1.0f;
   const float g = panel.global[static_cast<size_t>(s.panel_row0 + row - s.row0)] * g_b;
-  const int64_t cols = std::min<int64_t>(kCols, p.n - col0);
-  float y[kCols];
-  for (int64_t i = 0; i < cols; ++i) {
-    float f = g;
-    if (p.alpha != nullptr) {
-      f *= p.alpha[s.expert * p.alpha_expert_stride + gate_class(p.order, col0 + i, p.n)];
+  for (int run = 0, col = 0; col < kCols; ++run, col += 4) {
+    const int64_t n0 = tile.run_start(run), count = tile.run_length(run);
+    float y[kCols];
+    for (int64_t i = 0; i < count; ++i) {
+      float f = g;
+      if (p.alpha != nullptr) {
+        f *= p.alpha[s.expert * p.alpha_expert_stride + gate_class(p.order, n0 + i, p.n)];
+      }
+      y[i] = f * sums[col + i];
+      if (p.bias != nullptr) y[i] += p.bias[s.expert * p.bias_expert_stride + n0 + i];
     }
-    y[i] = f * sums[i];
-    if (p.bias != nullptr) y[i] += p.bias[s.expert * p.bias_expert_stride + col0 + i];
+    char* out = static_cast<char*>(p.out) + (row * p.out_row_stride + n0) * size_of(p.out_type);
+    if (count > 0) kernels().narrow(y, count, p.out_type, out);
   }
-  char* out = static_cast<char*>(p.out) + (row * p.out_row_stride + col0) * size_of(p.out_type);
-  kernels().narrow(y, cols, p.out_type, out);
 }
 
-// All rows of a segment times the weight rows [col0, col0 + kCols).
+// Asks for chunk `chain` of the tile, or for the one of the next tile that comes in its place.
+void prefetch(const WeightTile& tile, const WeightTile& next, int64_t chain, int64_t chains) {
+  if (chain < chains) {
+    tile.prefetch(chain * kChunkBlocks);
+  } else {
+    next.prefetch((chain - chains) * kChunkBlocks);
+  }
+}
+
+// All rows of a segment times one weight tile; `next` is the tile that follows.
 void multiply(const GroupedGemmArgs& p, bool int8, const Panel& panel, const Segment& s,
-              int64_t col0, PairwiseTree& tree) {
+              WeightTile& tile, const WeightTile& next, PairwiseTree& tree) {
   alignas(64) float weights[kChunkBlocks * kBlock * kCols];
   alignas(64) float sums[kRowTile * kCols];
   auto* codes = reinterpret_cast<int8_t*>(weights);
   const int64_t blocks = p.k / kBlock, chains = ceil_div(blocks, kChunkBlocks);
-  WeightTile tile(p, s.expert, col0);
   for (int64_t row = s.row0; row < s.row1; row += kRowTile) {
     const int rows = static_cast<int>(std::min<int64_t>(kRowTile, s.row1 - row));
     const int64_t panel_row = s.panel_row0 + row - s.row0;
     for (int64_t chain = 0; chain < chains; ++chain) {
       const int64_t block0 = chain * kChunkBlocks;
       const int count = static_cast<int>(std::min<int64_t>(kChunkBlocks, blocks - block0));
+      prefetch(tile, next, chain + 1, chains);
       if (int8) {
         tile.unpack_int8(block0, count, codes);
         const auto at = static_cast<size_t>(panel_row * blocks + block0);
@@ -233,7 +272,7 @@ void multiply(const GroupedGemmArgs& p, bool int8, const Panel& panel, const Seg
       tree.push(chain, sums, rows * kCols);
     }
     const float* total = tree.total(chains, rows * kCols);
-    for (int r = 0; r < rows; ++r) store(p, panel, s, row + r, col0, total + r * kCols);
+    for (int r = 0; r < rows; ++r) store(p, panel, s, row + r, tile, total + r * kCols);
   }
 }
 
@@ -268,14 +307,17 @@ void run_panel(const GroupedGemmArgs& p, const std::vector<Segment>& segments, i
     }
   });
 
-  const int64_t cols = std::clamp<int64_t>(kTaskWeights / p.k / kCols * kCols, kCols, 512);
-  const int64_t tasks = ceil_div(p.n, cols);
+  const int64_t tiles = WeightTile::count(p.n);
+  const int64_t step = std::clamp<int64_t>(kTaskWeights / p.k / kCols, 1, 32);
+  const int64_t tasks = ceil_div(tiles, step);
   parallel_for(static_cast<int64_t>(segments.size()) * tasks, threads, [&](int64_t i) {
     const Segment& s = segments[static_cast<size_t>(i / tasks)];
-    const int64_t first = i % tasks * cols, last = std::min(p.n, first + cols);
+    const int64_t last = std::min(tiles, (i % tasks + 1) * step);
     PairwiseTree tree(ceil_div(blocks, kChunkBlocks));
-    for (int64_t col0 = first; col0 < last; col0 += kCols) {
-      multiply(p, int8, panel, s, col0, tree);
+    for (int64_t index = i % tasks * step; index < last; ++index) {
+      WeightTile tile(p, s.expert, index);
+      const WeightTile next(p, s.expert, std::min(index + 1, tiles - 1));
+      if (!tile.empty()) multiply(p, int8, panel, s, tile, next, tree);
     }
   });
 }

@@ -41,9 +41,14 @@ struct SimdKernels {
   void (*widen)(const void* x, DType type, int64_t n, float* out);
   void (*narrow)(const float* x, int64_t n, DType type, void* out);
 
+  // Scales of the kCols weight rows of one tile: out[block][col] = e4m3 of byte
+  // lines[block / 4 * 512 + col % 4 * 16 + col / 4 * 4 + block % 4].
+  void (*decode_scales)(const uint8_t* lines, int blocks, float* out);
+
   // Weights of kCols rows, kChunkBlocks blocks at most, from checkpoint order into the table's own
   // order.  Rows may be read up to the next multiple of 4 blocks; what lies there does not matter.
-  // `out` has room for kCols * kChunkBlocks * 16 elements.
+  // `out` has room for kCols * kChunkBlocks * 16 elements, those of decode_scales for 4 more
+  // blocks.
   void (*unpack_int8)(const uint8_t* const* rows, int blocks, int8_t* out);
   // The same to fp32 products code * scale, out[k][kCols]; scales[block][kCols].
   void (*unpack_float)(const uint8_t* const* rows, const float* scales, int blocks, float* out);

@@ -154,6 +154,38 @@ void narrow(const float* x, int64_t n, DType type, void* out) {
   for (; i < n; ++i) half[i] = type == DType::kF16 ? narrow_f16(x[i]) : narrow_bf16(x[i]);
 }
 
+// Magnitudes of e4m3 bytes in 32-bit lanes.  Shifted by 7, a byte is an fp16 whose exponent is 8
+// too small; the conversion handles its denormals, which are e4m3's own.
+inline __m256 decode_e4m3x8(__m256i bytes) {
+  const __m256i nan = _mm256_cmpeq_epi32(bytes, _mm256_set1_epi32(kScaleNan));
+  const __m256i half = _mm256_slli_epi32(bytes, 7);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(half, half), 0xD8);
+  const __m256 v =
+      _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(packed)), _mm256_set1_ps(256.0f));
+  return _mm256_or_ps(v, _mm256_castsi256_ps(nan));
+}
+
+void decode_scales(const uint8_t* lines, int blocks, float* out) {
+  for (int b = 0; b < blocks; b += 4, lines += 512, out += 4 * kCols) {
+    // Word (row, quarter) of the line holds 4 blocks; columns go by quarter first.
+    const auto* words = reinterpret_cast<const __m128i*>(lines);
+    const __m128i r0 = _mm_loadu_si128(words), r1 = _mm_loadu_si128(words + 1);
+    const __m128i r2 = _mm_loadu_si128(words + 2), r3 = _mm_loadu_si128(words + 3);
+    const __m128i a = _mm_unpacklo_epi32(r0, r1), c = _mm_unpacklo_epi32(r2, r3);
+    const __m128i d = _mm_unpackhi_epi32(r0, r1), e = _mm_unpackhi_epi32(r2, r3);
+    const __m256i low = _mm256_set_m128i(_mm_unpackhi_epi64(a, c), _mm_unpacklo_epi64(a, c));
+    const __m256i high = _mm256_set_m128i(_mm_unpackhi_epi64(d, e), _mm_unpacklo_epi64(d, e));
+    const __m256i mask = _mm256_set1_epi32(0x7F);
+    for (int i = 0; i < 4; ++i) {
+      const __m128i shift = _mm_cvtsi32_si128(8 * i);
+      const __m256i x = _mm256_and_si256(_mm256_srl_epi32(low, shift), mask);
+      const __m256i y = _mm256_and_si256(_mm256_srl_epi32(high, shift), mask);
+      _mm256_storeu_ps(out + i * kCols, decode_e4m3x8(x));
+      _mm256_storeu_ps(out + i * kCols + 8, decode_e4m3x8(y));
+    }
+  }
+}
+
 // vpmaddubsw wants one unsigned operand, so the weights are stored as value * 2 + 12, and
 // Int8Rows::offset takes 12 * sum(activations) away again.
 //
@@ -340,7 +372,7 @@ void add(const float* x, int64_t n, float* out) {
 
 const SimdKernels& avx2_kernels() {
   static const SimdKernels table = {
-      "avx2",      amax,         quantize,    dequantize, widen,     narrow,
+      "avx2",      amax,         quantize,    dequantize, widen,     narrow, decode_scales,
       unpack_int8, unpack_float, unpack_half, dot_int8,   dot_float, add,
   };
   return table;

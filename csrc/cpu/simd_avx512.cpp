@@ -2,6 +2,7 @@
 // AVX-512 with VNNI: the GEMM's inner loops; the codec is the AVX2 table's.
 #include <immintrin.h>
 
+#include <cmath>
 #include <cstring>
 
 #include "core/nvfp4.h"
@@ -53,6 +54,24 @@ inline void transpose16(__m512i v[16]) {
     v[j + 4] = _mm512_shuffle_i64x2(b, d, 0x88);
     v[j + 8] = _mm512_shuffle_i64x2(a, c, 0xDD);
     v[j + 12] = _mm512_shuffle_i64x2(b, d, 0xDD);
+  }
+}
+
+void decode_scales(const uint8_t* lines, int blocks, float* out) {
+  // Word (row, quarter) of a line holds 4 blocks; columns go by quarter first.
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  for (int b = 0; b < blocks; b += 4, lines += 512, out += 4 * kCols) {
+    const __m512i words = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(lines));
+    for (int i = 0; i < 4; ++i) {
+      const __m512i byte =
+          _mm512_and_si512(_mm512_srli_epi32(words, 8 * i), _mm512_set1_epi32(0x7F));
+      // Shifted by 7, a byte is an fp16 whose exponent is 8 too small; the conversion handles its
+      // denormals, which are e4m3's own.
+      const __m512 v = _mm512_mul_ps(
+          _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_slli_epi32(byte, 7))), _mm512_set1_ps(256));
+      const __mmask16 nan = _mm512_cmpeq_epi32_mask(byte, _mm512_set1_epi32(kScaleNan));
+      _mm512_storeu_ps(out + i * kCols, _mm512_mask_mov_ps(v, nan, _mm512_set1_ps(NAN)));
+    }
   }
 }
 
@@ -212,6 +231,7 @@ const SimdKernels& avx512_kernels() {
   static const SimdKernels table = [] {
     SimdKernels t = avx2_kernels();
     t.name = "avx512";
+    t.decode_scales = decode_scales;
     t.unpack_int8 = unpack_int8;
     t.unpack_float = unpack_float;
     t.unpack_half = unpack_half;

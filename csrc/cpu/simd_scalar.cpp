@@ -89,6 +89,13 @@ void narrow(const float* x, int64_t n, DType type, void* out) {
   }
 }
 
+void decode_scales(const uint8_t* lines, int blocks, float* out) {
+  for (int b = 0; b < blocks; ++b) {
+    const uint8_t* line = lines + b / 4 * 512 + b % 4;
+    for (int col = 0; col < kCols; ++col) *out++ = decode_e4m3(line[col % 4 * 16 + col / 4 * 4]);
+  }
+}
+
 // out[block][col][16]: twice the values, even k first, as the activations are.
 void unpack_int8(const uint8_t* const* rows, int blocks, int8_t* out) {
   for (int b = 0; b < blocks; ++b) {
@@ -164,7 +171,7 @@ void add(const float* x, int64_t n, float* out) {
 
 const SimdKernels& scalar_kernels() {
   static const SimdKernels table = {
-      "scalar",    amax,         quantize,    dequantize, widen,     narrow,
+      "scalar",    amax,         quantize,    dequantize, widen,     narrow, decode_scales,
       unpack_int8, unpack_float, unpack_half, dot_int8,   dot_float, add,
   };
   return table;

@@ -8,18 +8,18 @@ import enum
 import typing
 
 __all__: list[str] = [
-    "Activation",
     "BLOCK",
     "CHAIN_BLOCKS",
+    "RANGE",
+    "TILE_BLOCKS",
+    "TILE_ROWS",
+    "Activation",
     "DType",
     "DenseView",
     "DeviceInfo",
     "GateOrder",
     "GlobalScale",
     "Nvfp4View",
-    "RANGE",
-    "TILE_BLOCKS",
-    "TILE_ROWS",
     "activate",
     "combine",
     "cpu_kernels",

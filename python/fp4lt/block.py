@@ -202,6 +202,9 @@ def _tensors(weights: MoEWeights) -> tuple[torch.Tensor | None, ...]:
         weights.w2_bias,
         weights.a1_scale,
         weights.a2_scale,
+        weights.swiglu_alpha,
+        weights.swiglu_beta,
+        weights.swiglu_limit,
     )
     return (*tensors_of(weights.w13), *tensors_of(weights.w2), *small)
 

@@ -141,8 +141,10 @@ class GroupedMMPlan(Plan[GroupedProblem]):
                 f"this plan is for {p} on {self.device}, but the operands are E={experts} N={n} "
                 f"K={k} {given[3]} x {given[4]} on {a.device}; make a plan for them"
             )
+        small = tuple(t for t in (bias, alpha, a_scale) if isinstance(t, torch.Tensor))
+        require_no_grad("grouped_mm", *tensors_of(a), *tensors_of(b), *small)
         rows = a.shape[0]
-        ends = _check_offsets(offs, experts, rows)
+        ends = _check_offsets(offs, experts, rows, a.device)
         if bias is not None:
             bias = check_bias("grouped_mm: bias", bias, experts, n, a.device)
         factors = None
@@ -158,12 +160,11 @@ class GroupedMMPlan(Plan[GroupedProblem]):
                 )
             static = per_expert("grouped_mm: a_scale", a_scale, experts, a.device)
             check_global_scale("grouped_mm: a_scale", static, {(): "shared", (experts,): "each"})
-        require_no_grad("grouped_mm", *tensors_of(a), *tensors_of(b), bias, factors, static)
         if out is None:
             out = torch.empty(rows, n, dtype=p.out_dtype, device=a.device)
         else:
             require_no_grad("grouped_mm: out", out)
-            inputs = (*tensors_of(a), *tensors_of(b), offs, bias, factors, static)
+            inputs = (*tensors_of(a), *tensors_of(b), *small, offs)
             check_out("grouped_mm", out, (rows, n), p.out_dtype, a.device, inputs)
         weights = b.mT
         self.backend.grouped_mm(p, GroupedCall(a, weights, ends, bias, factors, static, out))
@@ -213,6 +214,7 @@ def check_bias(
             f"{what} has shape {tuple(bias.shape)}; it must be ({experts}, {n}), a row per expert"
         )
     require_device(what, bias, device)
+    require_no_grad(what, bias)
     return bias.detach().to(torch.float32).contiguous()
 
 
@@ -295,7 +297,9 @@ def _check_operands(a: Operand, b: Operand) -> tuple[int, int, int]:
     return experts, n, k
 
 
-def _check_offsets(offs: torch.Tensor, experts: int, rows: int) -> torch.Tensor:
+def _check_offsets(
+    offs: torch.Tensor, experts: int, rows: int, device: torch.device
+) -> torch.Tensor:
     """End offsets as int64 in host memory."""
     if not isinstance(offs, torch.Tensor):
         raise ArgumentError(f"grouped_mm: offs is a {type(offs).__name__}; a tensor is needed")
@@ -304,6 +308,10 @@ def _check_offsets(offs: torch.Tensor, experts: int, rows: int) -> torch.Tensor:
         raise ShapeError(
             f"grouped_mm: offs has shape {tuple(offs.shape)}; it must be ({experts},), the end "
             "offset of each expert's rows"
+        )
+    if offs.device not in (device, torch.device("cpu")):
+        raise DeviceError(
+            f"grouped_mm: offs is on {offs.device}; it must be on the CPU or on {device}, with a"
         )
     ends = offs.detach().to(device="cpu", dtype=torch.int64).contiguous()
     steps = torch.diff(ends, prepend=ends.new_zeros(1))
