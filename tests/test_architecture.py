@@ -15,7 +15,7 @@ PACKAGE = ROOT / "python" / "fp4lt"
 # A module may import those of earlier lines, and those of its own folder.
 ORDER = [
     ["errors", "formats"],
-    ["_interop"],
+    ["_interop", "_library"],
     ["layout"],
     ["codec"],
     ["tensor"],
@@ -25,9 +25,12 @@ ORDER = [
     ["gemm"],
     ["experts"],
     ["block"],
+    ["ops"],
     ["checkpoint"],
     ["testing"],
+    ["doctor"],
     ["__init__"],
+    ["__main__"],
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 

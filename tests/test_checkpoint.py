@@ -20,9 +20,12 @@ from checkpoint_files import (
     I,
     Raw,
     Tensors,
+    dense,
     float32,
+    layer_bytes,
     mixtral,
     original,
+    packed,
     rename,
     save,
     scalar,
@@ -35,31 +38,6 @@ from fp4lt.errors import CheckpointError, DeviceError
 from fp4lt.problem import Recipe
 
 F32 = npt.NDArray[np.float32]
-
-
-def layer_bytes(weights: fp4lt.MoEWeights) -> dict[str, tuple[Any, ...]]:
-    """All that load_moe returns, down to dtype, shape and bytes."""
-    parts = {field.name: getattr(weights, field.name) for field in dataclasses.fields(weights)}
-    for name in ("w13", "w2"):
-        stack = parts.pop(name)
-        for part in ("codes", "scales", "global_scale"):
-            parts[f"{name}.{part}"] = getattr(stack, part)
-    return {
-        name: (part.dtype, part.shape, part.contiguous().view(torch.uint8).numpy().tobytes())
-        if isinstance(part, torch.Tensor)
-        else (part,)
-        for name, part in parts.items()
-    }
-
-
-def packed(operand: object) -> fp4lt.NVFP4Tensor:
-    assert isinstance(operand, fp4lt.NVFP4Tensor)
-    return operand
-
-
-def dense(operand: object) -> torch.Tensor:
-    assert isinstance(operand, torch.Tensor)
-    return operand
 
 
 # What the bytes mean, from the format's definition alone.

@@ -205,20 +205,13 @@ def test_no_experts_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gate_up_proj", "gate_up_proj.weight", "w13_weight", "down_proj_weight_scale"]
-)
-def test_stacked_experts(tmp_path: Path, name: str) -> None:
-    write(tmp_path / "model.safetensors", {ROOT + name: Raw("U8", (2, 2), bytes(4))})
-    refuse(tmp_path, ROOT + name, "stacked", "MoEWeights", error=UnsupportedError)
-
-
-@pytest.mark.parametrize(
     "name",
     [
         "2.up_proj.pre_quant_scale",
-        "2.up_proj.bias",
         "2.up_proj.weight_scale_inv",
         "2.gate_up_proj.weight",
+        "gate_up_proj",
+        "down_proj.bias",
         "2.w1.weight",
         "02.up_proj.weight",
         "per_expert_scale",

@@ -24,5 +24,6 @@ void bind_codec(py::module_& m);
 void bind_gemm(py::module_& m);
 void bind_moe(py::module_& m);
 void bind_device(py::module_& m);
+void bind_cuda(py::module_& m);
 
 }  // namespace fp4lt::bindings

@@ -24,7 +24,8 @@ void bind_device(py::module_& m) {
   m.def(
       "cuda_read_memory",
       [](int device, uintptr_t data, int64_t bytes, uintptr_t sink, uintptr_t stream) {
-        cuda::read_memory(device, pointer<const void>(data), bytes, pointer<void>(sink), stream);
+        cuda::read_memory(device, pointer<const void>(data), bytes, pointer<void>(sink),
+                          pointer<CUstream_st>(stream));
       },
       py::kw_only(), py::arg("device"), py::arg("data"), py::arg("bytes"), py::arg("sink"),
       py::arg("stream"), ReleaseGil(), "Launch a pure read of device memory: a bandwidth ceiling.");

@@ -3,6 +3,7 @@
 
 #include "bindings/bind.h"
 #include "core/error.h"
+#include "core/problem.h"
 #include "core/views.h"
 #include "cpu/simd.h"
 #include "cpu/thread_pool.h"
@@ -46,6 +47,11 @@ void bind_types(py::module_& m) {
            }),
            py::kw_only(), py::arg("data"), py::arg("type"), py::arg("expert_stride"),
            py::arg("row_stride"));
+  py::class_<ExpertParameter>(m, "ExpertParameter", "One number, or one for each expert.")
+      .def(py::init([](uintptr_t values, int64_t stride, float shared) {
+             return ExpertParameter{pointer<const float>(values), stride, shared};
+           }),
+           py::kw_only(), py::arg("values"), py::arg("stride"), py::arg("shared"));
   py::class_<Nvfp4View>(m, "Nvfp4View", "NVFP4 matrices; strides in bytes and in floats.")
       .def(
           py::init([](uintptr_t codes, int64_t codes_expert_stride, uintptr_t scales,
@@ -86,4 +92,5 @@ PYBIND11_MODULE(_C, m) {
   bind_gemm(m);
   bind_moe(m);
   bind_device(m);
+  bind_cuda(m);
 }

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/moe.h"
 
+#include <pybind11/stl.h>
+
+#include <optional>
+
 #include "bindings/bind.h"
 
 namespace fp4lt::bindings {
@@ -28,18 +32,15 @@ void bind_moe(py::module_& m) {
   m.def(
       "activate",
       [](uintptr_t h, int64_t rows, int64_t n, GateOrder order, Activation kind,
-         uintptr_t row_expert, uintptr_t alpha, int64_t alpha_stride, uintptr_t beta,
-         int64_t beta_stride, uintptr_t limit, int64_t limit_stride, uintptr_t out, DType out_type,
-         int threads) {
-        activate(
-            {pointer<const float>(h), rows, n, order, kind, pointer<const int64_t>(row_expert),
-             pointer<const float>(alpha), pointer<const float>(beta), pointer<const float>(limit),
-             alpha_stride, beta_stride, limit_stride, pointer<void>(out), out_type},
-            threads);
+         uintptr_t row_expert, const ExpertParameter& alpha, const ExpertParameter& beta,
+         const std::optional<ExpertParameter>& limit, uintptr_t out, DType out_type, int threads) {
+        activate({pointer<const float>(h), rows, n, order, kind, pointer<const int64_t>(row_expert),
+                  alpha, beta, limit.value_or(ExpertParameter{}), limit.has_value(),
+                  pointer<void>(out), out_type},
+                 threads);
       },
       py::kw_only(), py::arg("h"), py::arg("rows"), py::arg("n"), py::arg("order"), py::arg("kind"),
-      py::arg("row_expert"), py::arg("alpha"), py::arg("alpha_stride"), py::arg("beta"),
-      py::arg("beta_stride"), py::arg("limit"), py::arg("limit_stride"), py::arg("out"),
+      py::arg("row_expert"), py::arg("alpha"), py::arg("beta"), py::arg("limit"), py::arg("out"),
       py::arg("out_type"), py::arg("threads"), ReleaseGil(),
       "Gate and up to the second GEMM's input.");
 

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "core/macros.h"
+
 namespace fp4lt {
 
 enum class DType : int { kF32 = 0, kF16 = 1, kBF16 = 2 };
@@ -33,7 +35,7 @@ struct Nvfp4View {
 enum class GateOrder : int { kNone = 0, kGateUp = 1, kUpGate = 2, kInterleaved = 3 };
 
 // 0 for a gate row, 1 for an up row, of `n` rows in all.
-constexpr int gate_class(GateOrder order, int64_t row, int64_t n) {
+FP4LT_HD constexpr int gate_class(GateOrder order, int64_t row, int64_t n) {
   switch (order) {
     case GateOrder::kGateUp:
       return row < n / 2 ? 0 : 1;

@@ -78,19 +78,17 @@ void activate(const ActivationArgs& a, int threads) {
     std::vector<float> u(static_cast<size_t>(width));
     const float* h = a.h + row * a.n;
     const int64_t e = a.row_expert[row];
-    const double alpha = a.alpha[e * a.alpha_stride];
-    const double beta = a.beta[e * a.beta_stride];
-    const bool limited = a.limit != nullptr;
-    const double limit = limited ? a.limit[e * a.limit_stride] : 0.0;
+    const double alpha = parameter_of(a.alpha, e), beta = parameter_of(a.beta, e);
+    const double limit = parameter_of(a.limit, e);
     for (int64_t i = 0; i < width; ++i) {
       double gate = h[i * step + gate0];
       // Written so that a NaN passes through.
-      if (limited && gate > limit) gate = limit;
+      if (a.limited && gate > limit) gate = limit;
       double value = apply(a.kind, gate, alpha);
       if (gated) {
         double up = h[i * step + up0];
-        if (limited && up > limit) up = limit;
-        if (limited && up < -limit) up = -limit;
+        if (a.limited && up > limit) up = limit;
+        if (a.limited && up < -limit) up = -limit;
         value *= up + beta;
       }
       u[static_cast<size_t>(i)] = static_cast<float>(value);

@@ -2,6 +2,7 @@
 // What stands around the two GEMMs of a MoE block, on the CPU (docs/numerics.md, section 5).
 #pragma once
 
+#include "core/problem.h"
 #include "core/views.h"
 
 namespace fp4lt {
@@ -16,8 +17,6 @@ int64_t route(const int64_t* ids, int64_t tokens, int64_t top_k, int64_t expert_
               int64_t experts, int64_t* ends, int64_t* row_token, int64_t* row_expert,
               int64_t* slot_row);
 
-enum class Activation : int { kSwish = 0, kGelu = 1, kGeluTanh = 2, kRelu2 = 3 };
-
 // u = act(gate) * (up + beta), or act(x) without a gate; gate is first cut at `limit` from above
 // and up at both ends.  kSwish is x * sigmoid(alpha * x).  Computed in double and rounded to fp32
 // once, then to `out_type`.  Parameters are indexed by local expert (stride 0: shared); limit may
@@ -28,8 +27,8 @@ struct ActivationArgs {
   GateOrder order;
   Activation kind;
   const int64_t* row_expert;
-  const float *alpha, *beta, *limit;
-  int64_t alpha_stride, beta_stride, limit_stride;
+  ExpertParameter alpha, beta, limit;
+  bool limited;
   void* out;  // (rows, n / 2), or (rows, n) without a gate
   DType out_type;
 };

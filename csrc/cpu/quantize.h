@@ -2,15 +2,10 @@
 // The codec over whole tensors, on the CPU (docs/numerics.md, sections 2 and 3).
 #pragma once
 
+#include "core/problem.h"
 #include "core/views.h"
 
 namespace fp4lt {
-
-enum class GlobalScale : int {
-  kPerExpert = 0,  // derived from each expert's values; written to `global`
-  kPerRow = 1,     // derived from each row's values; written to `global`
-  kGiven = 2,      // read from `global`: finite and > 0
-};
 
 // Rounds (experts, rows, k) values to NVFP4.  k is a multiple of 16.
 // `codes` is contiguous; `scales` is contiguous, tiled, and written whole: the padding is zero.

@@ -2,6 +2,9 @@
 // The CUDA side of a build without CUDA: the same surface, no devices.
 #include "core/error.h"
 #include "cuda/device.h"
+#include "cuda/fused/gemm.h"
+#include "cuda/moe.h"
+#include "cuda/quantize.h"
 
 namespace fp4lt::cuda {
 namespace {
@@ -21,6 +24,28 @@ std::string architectures() { return ""; }
 std::string driver() { return ""; }
 int device_count() { return 0; }
 DeviceInfo device_info(int) { refuse("device_info"); }
-void read_memory(int, const void*, int64_t, void*, uintptr_t) { refuse("read_memory"); }
+void read_memory(int, const void*, int64_t, void*, Stream) { refuse("read_memory"); }
+
+void quantize(int, const QuantizeArgs&, Stream) { refuse("quantize"); }
+void dequantize(int, const DequantizeArgs&, Stream) { refuse("dequantize"); }
+void tile_scales(int, const uint8_t*, int64_t, int64_t, int64_t, uint8_t*, Stream) {
+  refuse("tile_scales");
+}
+void untile_scales(int, const uint8_t*, int64_t, int64_t, int64_t, uint8_t*, Stream) {
+  refuse("untile_scales");
+}
+void prepare(int, const PrepareArgs&, Stream) { refuse("prepare"); }
+
+void route(int, const RouteArgs&, Stream) { refuse("route"); }
+void plan_blocks(int, const void*, bool, int64_t, int64_t, int, RowBlock*, int*, Stream) {
+  refuse("plan_blocks");
+}
+void activate(int, const ActivationArgs&, Stream) { refuse("activate"); }
+void combine(int, const CombineArgs&, Stream) { refuse("combine"); }
+void scale_rows(int, const DenseView&, const float*, int64_t, int64_t, void*, Stream) {
+  refuse("scale_rows");
+}
+
+void fused_gemm(int, const FusedGemmArgs&, Stream) { refuse("fused_gemm"); }
 
 }  // namespace fp4lt::cuda

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/check.h"
+#include <map>
+#include <mutex>
+
 #include "cuda/device.h"
+#include "cuda/launch.h"
 
 namespace fp4lt::cuda {
 namespace {
@@ -41,6 +44,17 @@ std::string driver() {
   return version_name(version);
 }
 
+const DeviceTraits& traits(int device) {
+  static std::mutex mutex;
+  static std::map<int, DeviceTraits> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find(device);
+  if (found != known.end()) return found->second;
+  const DeviceInfo info = device_info(device);
+  return known.emplace(device, DeviceTraits{info.multiprocessors, info.major, info.shared_bytes})
+      .first->second;
+}
+
 int device_count() {
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess) {
@@ -62,15 +76,12 @@ DeviceInfo device_info(int device) {
           static_cast<int64_t>(p.totalGlobalMem)};
 }
 
-void read_memory(int device, const void* data, int64_t bytes, void* sink, uintptr_t stream) {
+void read_memory(int device, const void* data, int64_t bytes, void* sink, Stream stream) {
   FP4LT_CHECK(bytes >= 0 && bytes % 16 == 0, "read_memory: ", bytes,
               " bytes; a multiple of 16 is needed");
   if (bytes == 0) return;
   const DeviceGuard guard(device);
-  int multiprocessors = 0;
-  FP4LT_CUDA_CHECK(
-      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-  read_kernel<<<multiprocessors * 4, kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(
+  read_kernel<<<traits(device).multiprocessors * 4, kThreads, 0, stream>>>(
       static_cast<const uint4*>(data), bytes / 16, static_cast<unsigned*>(sink));
   FP4LT_CUDA_CHECK(cudaGetLastError());
 }

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <string>
 
+#include "cuda/stream.h"
+
 namespace fp4lt::cuda {
 
 struct DeviceInfo {
@@ -31,6 +33,6 @@ DeviceInfo device_info(int device);
 // Reads `bytes` (a multiple of 16) from `data` with every multiprocessor and does nothing else:
 // the ceiling that memory-bound kernels are measured against.  `sink` (4 bytes) keeps the compiler
 // from dropping the loads; what it holds afterwards has no meaning.
-void read_memory(int device, const void* data, int64_t bytes, void* sink, uintptr_t stream);
+void read_memory(int device, const void* data, int64_t bytes, void* sink, Stream stream);
 
 }  // namespace fp4lt::cuda

@@ -10,30 +10,49 @@ import typing
 __all__: list[str] = [
     "BLOCK",
     "CHAIN_BLOCKS",
+    "MAX_EXPERTS",
+    "PREPARED_K",
     "RANGE",
+    "ROW_BLOCK_BYTES",
     "TILE_BLOCKS",
     "TILE_ROWS",
     "Activation",
+    "ActivationForm",
     "DType",
     "DenseView",
     "DeviceInfo",
+    "ExpertParameter",
     "GateOrder",
     "GlobalScale",
     "Nvfp4View",
     "activate",
     "combine",
     "cpu_kernels",
+    "cuda_activate",
     "cuda_architectures",
     "cuda_built_with",
+    "cuda_combine",
+    "cuda_dequantize",
     "cuda_device_count",
     "cuda_device_info",
     "cuda_driver",
+    "cuda_fused_gemm",
+    "cuda_plan_blocks",
+    "cuda_prepare",
+    "cuda_quantize",
     "cuda_read_memory",
+    "cuda_route",
+    "cuda_scale_rows",
+    "cuda_tile_scales",
+    "cuda_untile_scales",
     "dequantize",
+    "fused_depth",
     "grouped_gemm",
+    "max_row_blocks",
     "pool_size",
     "quantize",
     "route",
+    "row_block_size",
     "scale_offset",
     "scale_rows",
     "select_cpu_kernels",
@@ -64,6 +83,18 @@ class DenseView:
         type: DType,
         expert_stride: typing.SupportsInt | typing.SupportsIndex,
         row_stride: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+
+class ExpertParameter:
+    """
+    One number, or one for each expert.
+    """
+    def __init__(
+        self,
+        *,
+        values: typing.SupportsInt | typing.SupportsIndex,
+        stride: typing.SupportsInt | typing.SupportsIndex,
+        shared: typing.SupportsFloat | typing.SupportsIndex,
     ) -> None: ...
 
 class Nvfp4View:
@@ -111,6 +142,11 @@ class DeviceInfo:
     @property
     def shared_bytes(self) -> int: ...
 
+class ActivationForm(enum.IntEnum):
+    FLOAT = 0
+    HALF = 1
+    ROUNDED = 2
+
 def activate(
     *,
     h: typing.SupportsInt | typing.SupportsIndex,
@@ -119,12 +155,9 @@ def activate(
     order: GateOrder,
     kind: Activation,
     row_expert: typing.SupportsInt | typing.SupportsIndex,
-    alpha: typing.SupportsInt | typing.SupportsIndex,
-    alpha_stride: typing.SupportsInt | typing.SupportsIndex,
-    beta: typing.SupportsInt | typing.SupportsIndex,
-    beta_stride: typing.SupportsInt | typing.SupportsIndex,
-    limit: typing.SupportsInt | typing.SupportsIndex,
-    limit_stride: typing.SupportsInt | typing.SupportsIndex,
+    alpha: ExpertParameter,
+    beta: ExpertParameter,
+    limit: ExpertParameter | None,
     out: typing.SupportsInt | typing.SupportsIndex,
     out_type: DType,
     threads: typing.SupportsInt | typing.SupportsIndex,
@@ -155,6 +188,31 @@ def cpu_kernels() -> list[str]:
     Names of the CPU kernel tables that this processor runs, the best one last.
     """
 
+def cuda_activate(
+    *,
+    h: typing.SupportsInt | typing.SupportsIndex,
+    row_count: typing.SupportsInt | typing.SupportsIndex,
+    row_expert: typing.SupportsInt | typing.SupportsIndex,
+    rows: typing.SupportsInt | typing.SupportsIndex,
+    n: typing.SupportsInt | typing.SupportsIndex,
+    order: GateOrder,
+    kind: Activation,
+    alpha: ExpertParameter,
+    beta: ExpertParameter,
+    limit: ExpertParameter | None,
+    form: ActivationForm,
+    type: DType,
+    given: typing.SupportsInt | typing.SupportsIndex,
+    given_stride: typing.SupportsInt | typing.SupportsIndex,
+    global_out: typing.SupportsInt | typing.SupportsIndex,
+    out: typing.SupportsInt | typing.SupportsIndex,
+    device: typing.SupportsInt | typing.SupportsIndex,
+    stream: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    Gate and up to the second GEMM's input, in one of three forms.
+    """
+
 def cuda_architectures() -> str:
     """
     Architectures of the device code, separated by spaces.
@@ -163,6 +221,41 @@ def cuda_architectures() -> str:
 def cuda_built_with() -> str:
     """
     Version of the CUDA toolkit that compiled the device code; empty in a CPU-only build.
+    """
+
+def cuda_combine(
+    *,
+    z: typing.SupportsInt | typing.SupportsIndex,
+    slot_row: typing.SupportsInt | typing.SupportsIndex,
+    weights: typing.SupportsInt | typing.SupportsIndex,
+    tokens: typing.SupportsInt | typing.SupportsIndex,
+    top_k: typing.SupportsInt | typing.SupportsIndex,
+    hidden: typing.SupportsInt | typing.SupportsIndex,
+    out: typing.SupportsInt | typing.SupportsIndex,
+    out_type: DType,
+    out_row_stride: typing.SupportsInt | typing.SupportsIndex,
+    device: typing.SupportsInt | typing.SupportsIndex,
+    stream: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    Weighted sum of each token's rows, in slot order.
+    """
+
+def cuda_dequantize(
+    *,
+    x: Nvfp4View,
+    experts: typing.SupportsInt | typing.SupportsIndex,
+    rows: typing.SupportsInt | typing.SupportsIndex,
+    k: typing.SupportsInt | typing.SupportsIndex,
+    global_expert_stride: typing.SupportsInt | typing.SupportsIndex,
+    global_row_stride: typing.SupportsInt | typing.SupportsIndex,
+    out: typing.SupportsInt | typing.SupportsIndex,
+    out_type: DType,
+    device: typing.SupportsInt | typing.SupportsIndex,
+    stream: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    dequantize on a CUDA device.
     """
 
 def cuda_device_count() -> int:
@@ -180,6 +273,88 @@ def cuda_driver() -> str:
     CUDA version of the loaded driver; empty where none is.
     """
 
+def cuda_fused_gemm(
+    *,
+    n: typing.SupportsInt | typing.SupportsIndex,
+    k: typing.SupportsInt | typing.SupportsIndex,
+    blocks: typing.SupportsInt | typing.SupportsIndex,
+    block_count: typing.SupportsInt | typing.SupportsIndex,
+    block_rows: typing.SupportsInt | typing.SupportsIndex,
+    a: typing.SupportsInt | typing.SupportsIndex,
+    a_type: DType,
+    row_index: typing.SupportsInt | typing.SupportsIndex,
+    a_global: typing.SupportsInt | typing.SupportsIndex,
+    b: Nvfp4View,
+    alpha: typing.SupportsInt | typing.SupportsIndex,
+    alpha_expert_stride: typing.SupportsInt | typing.SupportsIndex,
+    order: GateOrder,
+    bias: typing.SupportsInt | typing.SupportsIndex,
+    bias_expert_stride: typing.SupportsInt | typing.SupportsIndex,
+    out: typing.SupportsInt | typing.SupportsIndex,
+    out_type: DType,
+    out_row_stride: typing.SupportsInt | typing.SupportsIndex,
+    device: typing.SupportsInt | typing.SupportsIndex,
+    stream: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    The fused grouped GEMM over a work list.
+    """
+
+def cuda_plan_blocks(
+    *,
+    ends: typing.SupportsInt | typing.SupportsIndex,
+    ends_are_64_bit: bool,
+    experts: typing.SupportsInt | typing.SupportsIndex,
+    rows: typing.SupportsInt | typing.SupportsIndex,
+    block_rows: typing.SupportsInt | typing.SupportsIndex,
+    blocks: typing.SupportsInt | typing.SupportsIndex,
+    block_count: typing.SupportsInt | typing.SupportsIndex,
+    device: typing.SupportsInt | typing.SupportsIndex,
+    stream: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    The work list of sorted rows.
+    """
+
+def cuda_prepare(
+    *,
+    x: Nvfp4View | DenseView,
+    quantize: bool,
+    rows: typing.SupportsInt | typing.SupportsIndex,
+    k: typing.SupportsInt | typing.SupportsIndex,
+    source: typing.SupportsInt | typing.SupportsIndex,
+    count: typing.SupportsInt | typing.SupportsIndex,
+    given: typing.SupportsInt | typing.SupportsIndex,
+    given_stride: typing.SupportsInt | typing.SupportsIndex,
+    scale_index: typing.SupportsInt | typing.SupportsIndex,
+    global_out: typing.SupportsInt | typing.SupportsIndex,
+    out: typing.SupportsInt | typing.SupportsIndex,
+    device: typing.SupportsInt | typing.SupportsIndex,
+    stream: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    Activations to the fused kernel's operand.
+    """
+
+def cuda_quantize(
+    *,
+    x: DenseView,
+    experts: typing.SupportsInt | typing.SupportsIndex,
+    rows: typing.SupportsInt | typing.SupportsIndex,
+    k: typing.SupportsInt | typing.SupportsIndex,
+    mode: GlobalScale,
+    global_scale: typing.SupportsInt | typing.SupportsIndex,
+    global_expert_stride: typing.SupportsInt | typing.SupportsIndex,
+    global_row_stride: typing.SupportsInt | typing.SupportsIndex,
+    codes: typing.SupportsInt | typing.SupportsIndex,
+    scales: typing.SupportsInt | typing.SupportsIndex,
+    device: typing.SupportsInt | typing.SupportsIndex,
+    stream: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    quantize on a CUDA device.
+    """
+
 def cuda_read_memory(
     *,
     device: typing.SupportsInt | typing.SupportsIndex,
@@ -190,6 +365,70 @@ def cuda_read_memory(
 ) -> None:
     """
     Launch a pure read of device memory: a bandwidth ceiling.
+    """
+
+def cuda_route(
+    *,
+    ids: typing.SupportsInt | typing.SupportsIndex,
+    ids_are_64_bit: bool,
+    tokens: typing.SupportsInt | typing.SupportsIndex,
+    top_k: typing.SupportsInt | typing.SupportsIndex,
+    expert_start: typing.SupportsInt | typing.SupportsIndex,
+    experts: typing.SupportsInt | typing.SupportsIndex,
+    block_rows: typing.SupportsInt | typing.SupportsIndex,
+    row_count: typing.SupportsInt | typing.SupportsIndex,
+    row_token: typing.SupportsInt | typing.SupportsIndex,
+    row_expert: typing.SupportsInt | typing.SupportsIndex,
+    slot_row: typing.SupportsInt | typing.SupportsIndex,
+    blocks: typing.SupportsInt | typing.SupportsIndex,
+    block_count: typing.SupportsInt | typing.SupportsIndex,
+    device: typing.SupportsInt | typing.SupportsIndex,
+    stream: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    Sort the slots by local expert and make the work list.
+    """
+
+def cuda_scale_rows(
+    *,
+    x: DenseView,
+    weights: typing.SupportsInt | typing.SupportsIndex,
+    rows: typing.SupportsInt | typing.SupportsIndex,
+    n: typing.SupportsInt | typing.SupportsIndex,
+    out: typing.SupportsInt | typing.SupportsIndex,
+    device: typing.SupportsInt | typing.SupportsIndex,
+    stream: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    Rows times the router weight, rounded to their own type.
+    """
+
+def cuda_tile_scales(
+    *,
+    linear: typing.SupportsInt | typing.SupportsIndex,
+    experts: typing.SupportsInt | typing.SupportsIndex,
+    rows: typing.SupportsInt | typing.SupportsIndex,
+    blocks: typing.SupportsInt | typing.SupportsIndex,
+    tiled: typing.SupportsInt | typing.SupportsIndex,
+    device: typing.SupportsInt | typing.SupportsIndex,
+    stream: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    tile_scales on a CUDA device.
+    """
+
+def cuda_untile_scales(
+    *,
+    tiled: typing.SupportsInt | typing.SupportsIndex,
+    experts: typing.SupportsInt | typing.SupportsIndex,
+    rows: typing.SupportsInt | typing.SupportsIndex,
+    blocks: typing.SupportsInt | typing.SupportsIndex,
+    linear: typing.SupportsInt | typing.SupportsIndex,
+    device: typing.SupportsInt | typing.SupportsIndex,
+    stream: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    untile_scales on a CUDA device.
     """
 
 def dequantize(
@@ -206,6 +445,11 @@ def dequantize(
 ) -> None:
     """
     The inverse of quantize.
+    """
+
+def fused_depth(k: typing.SupportsInt | typing.SupportsIndex) -> int:
+    """
+    Most fp32 roundings a product can meet in the fused kernel's sum over k.
     """
 
 def grouped_gemm(
@@ -229,6 +473,15 @@ def grouped_gemm(
 ) -> None:
     """
     Grouped GEMM on the CPU; addresses of 0 stand for arguments left out.
+    """
+
+def max_row_blocks(
+    rows: typing.SupportsInt | typing.SupportsIndex,
+    experts: typing.SupportsInt | typing.SupportsIndex,
+    block_rows: typing.SupportsInt | typing.SupportsIndex,
+) -> int:
+    """
+    Entries that a work list needs room for.
     """
 
 def pool_size() -> int:
@@ -268,6 +521,14 @@ def route(
 ) -> int:
     """
     Sort the slots by local expert; returns the rows.
+    """
+
+def row_block_size(
+    rows: typing.SupportsInt | typing.SupportsIndex,
+    experts: typing.SupportsInt | typing.SupportsIndex,
+) -> int:
+    """
+    Rows of a work list's entries.
     """
 
 def scale_offset(
@@ -328,6 +589,9 @@ def untile_scales(
 
 BLOCK: int = 16
 CHAIN_BLOCKS: int = 16
+MAX_EXPERTS: int = 1024
+PREPARED_K: int = 256
 RANGE: float = 2688.0
+ROW_BLOCK_BYTES: int = 16
 TILE_BLOCKS: int = 4
 TILE_ROWS: int = 128

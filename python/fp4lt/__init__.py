@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fp4lt import errors
+from fp4lt import errors, ops  # noqa: F401 - registers torch.ops.fp4lt
 from fp4lt.block import moe, plan_moe
 from fp4lt.experts import MoEWeights
 from fp4lt.gemm import grouped_mm, plan_grouped_mm

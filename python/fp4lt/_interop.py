@@ -7,6 +7,9 @@ checked here is what a pointer cannot show: strides and overlap.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from fp4lt import _C
@@ -17,6 +20,9 @@ DTYPES = {
     torch.float16: _C.DType.F16,
     torch.bfloat16: _C.DType.BF16,
 }
+
+
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -34,14 +40,51 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
-def require_cpu(what: str, *tensors: torch.Tensor) -> None:
-    """Refuse tensors that are not in host memory."""
-    for t in tensors:
-        if t.device.type != "cpu":
-            raise DeviceError(
-                f"{what}: this runs on the CPU but the tensor is on {t.device}; "
-                "move it with .to('cpu')"
-            )
+def tracing(*tensors: torch.Tensor | None) -> bool:
+    """Whether torch is recording operators, or one of `tensors` stands for something else.
+
+    Values and addresses are then out of reach, or would be baked into the recording: functions of
+    the API go through ``torch.ops.fp4lt`` instead of computing.
+    """
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or any(
+            isinstance(t, torch.Tensor) and type(t).__torch_dispatch__ is not _NO_DISPATCH
+            for t in tensors
+        )
+    )
+
+
+def as_tensor(value: torch.Tensor | float | None, device: torch.device) -> torch.Tensor | None:
+    """A number as a () float32 tensor, as operators take it; by an operation torch can record."""
+    if value is None or isinstance(value, torch.Tensor):
+        return value
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def cuda_launch(device: torch.device) -> dict[str, int]:
+    """Device index and current stream of torch, as the arguments of a CUDA kernel."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return {"device": index, "stream": torch.cuda.current_stream(index).cuda_stream}
+
+
+def kernel(name: str, device: torch.device) -> Callable[..., None]:
+    """The compiled function `name` for `device`, with its threads, or its device and stream."""
+    if device.type == "cuda":
+        return partial(getattr(_C, f"cuda_{name}"), **cuda_launch(device))
+    return partial(getattr(_C, name), threads=threads())
+
+
+def require_device_of_ours(what: str, t: torch.Tensor) -> None:
+    """Refuse a tensor that is neither in host memory nor on a CUDA device of this build."""
+    if t.device.type == "cpu" or (t.device.type == "cuda" and _C.cuda_built_with()):
+        return
+    hint = "; this build has no CUDA code" if t.device.type == "cuda" else ""
+    raise DeviceError(
+        f"{what}: the tensor is on {t.device}, and this runs on the CPU and on CUDA devices{hint}: "
+        "move it with .to('cpu')"
+    )
 
 
 def require_dtype(what: str, t: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
@@ -71,7 +114,7 @@ def row_strides(what: str, t: torch.Tensor) -> tuple[int, int]:
     LayoutError
         If the last dimension is strided.
     """
-    if t.numel() and t.stride(-1) != 1:
+    if t.stride(-1) != 1 and t.numel():
         raise LayoutError(
             f"{what} has shape {tuple(t.shape)} and strides {t.stride()}; its last dimension must "
             "be contiguous (stride 1): call .contiguous()"
@@ -100,6 +143,14 @@ def nvfp4_view(
     )
 
 
+def expert_parameter(value: torch.Tensor | float) -> _C.ExpertParameter:
+    """A number, or a () or (E,) float32 tensor."""
+    if not isinstance(value, torch.Tensor):
+        return _C.ExpertParameter(values=0, stride=0, shared=value)
+    stride = value.stride(0) if value.ndim else 0
+    return _C.ExpertParameter(values=address(value), stride=stride, shared=0.0)
+
+
 def _extent(t: torch.Tensor) -> tuple[int, int]:
     last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
@@ -107,7 +158,11 @@ def _extent(t: torch.Tensor) -> tuple[int, int]:
 
 def require_no_overlap(out: torch.Tensor, *inputs: torch.Tensor | None) -> None:
     """Refuse an ``out`` that shares bytes with an input, or with itself."""
-    if out.numel() == 0:
+    if out.ndim == 2 and out.shape[0] > 1 and out.stride(0) < out.shape[1]:
+        raise LayoutError(
+            f"out= has shape {tuple(out.shape)} and strides {out.stride()}: its rows overlap"
+        )
+    if tracing(out) or out.is_meta or out.numel() == 0:
         return
     start, end = _extent(out)
     for t in inputs:
@@ -119,7 +174,3 @@ def require_no_overlap(out: torch.Tensor, *inputs: torch.Tensor | None) -> None:
                 "out= overlaps an input in memory; results would depend on the order of writes: "
                 "pass a buffer of its own"
             )
-    if out.ndim == 2 and out.shape[0] > 1 and out.stride(0) < out.shape[1]:
-        raise LayoutError(
-            f"out= has shape {tuple(out.shape)} and strides {out.stride()}: its rows overlap"
-        )

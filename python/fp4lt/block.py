@@ -3,20 +3,22 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from fp4lt._interop import dtype_name, require_dtype, require_no_grad, row_strides
+from fp4lt._interop import dtype_name, require_dtype, require_no_grad, row_strides, tracing
 from fp4lt.codec import FLOATS
 from fp4lt.errors import ArgumentError, DTypeError, ShapeError
 from fp4lt.experts import MoEWeights
-from fp4lt.gemm import check_out, require_device, tensors_of
+from fp4lt.gemm import check_out, parts_of, require_device, tensors_of
 from fp4lt.plan import Plan
 from fp4lt.problem import MoECall, MoEProblem, MoETrace, Recipe, check_recipe, format_name
 
 _IDS = (torch.int32, torch.int64)
+_FIELDS = tuple(f.name for f in fields(MoEProblem))
 
 
 def moe(
@@ -67,6 +69,10 @@ def moe(
     ShapeError, DTypeError, LayoutError, DeviceError, ArgumentError, UnsupportedError
         Before anything is computed or written.
     """
+    _check_types(hidden, weights)
+    if tracing(hidden, topk_weights, topk_ids, *_tensors(weights)):
+        routing = (topk_weights, topk_ids, router_weight_on_input)
+        return _record(hidden, weights, *routing, out, recipe, backend)
     _check_routing(topk_weights, topk_ids)
     plan = plan_moe(hidden, weights, top_k=topk_ids.shape[1], recipe=recipe, backend=backend)
     return plan.run(
@@ -92,7 +98,8 @@ def plan_moe(
     Parameters and errors are those of :func:`moe`, and `top_k` is k.  Plans are cached: asking
     again for the same problem gives the same object.
     """
-    return _plan(_problem(hidden, weights, top_k, recipe), hidden.device, backend)
+    plan = MoEPlan if tracing() else cached_plan
+    return plan(_problem(hidden, weights, top_k, recipe), hidden.device, backend)
 
 
 class MoEPlan(Plan[MoEProblem]):
@@ -109,8 +116,13 @@ class MoEPlan(Plan[MoEProblem]):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute; parameters, result and errors as in :func:`moe`."""
-        call = self._call(hidden, weights, topk_weights, topk_ids, router_weight_on_input, out)
-        self.backend.moe(self.problem, call)
+        p = self.problem
+        routing = (topk_weights, topk_ids, router_weight_on_input)
+        self._check_same(hidden, weights, topk_weights, topk_ids)
+        if tracing(hidden, topk_weights, topk_ids, *_tensors(weights)):
+            return _record(hidden, weights, *routing, out, p.recipe, self.backend.name)
+        call = moe_call(p, hidden, weights, *routing, out)
+        self.backend.moe(p, call)
         return call.out
 
     def trace(
@@ -123,69 +135,116 @@ class MoEPlan(Plan[MoEProblem]):
         router_weight_on_input: bool = False,
     ) -> MoETrace:
         """As :meth:`run`, returning the backend's own value of each stage."""
-        call = self._call(hidden, weights, topk_weights, topk_ids, router_weight_on_input, None)
+        self._check_same(hidden, weights, topk_weights, topk_ids)
+        routing = (topk_weights, topk_ids, router_weight_on_input)
+        call = moe_call(self.problem, hidden, weights, *routing, None)
         return self.backend.trace_moe(self.problem, call)
 
-    def _call(
+    def _check_same(
         self,
         hidden: torch.Tensor,
         weights: MoEWeights,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        router_weight_on_input: bool,
-        out: torch.Tensor | None,
-    ) -> MoECall:
+    ) -> None:
         p = self.problem
-        _check_routing(topk_weights, topk_ids)
-        given = _problem(hidden, weights, topk_ids.shape[1], p.recipe)
-        if given != p or hidden.device != self.device:
+        given = moe_problem(hidden, weights, topk_weights, topk_ids, p.recipe)
+        # By field, since older torch cannot trace a dataclass's ==.
+        same = all(getattr(given, name) == getattr(p, name) for name in _FIELDS)
+        if not same or hidden.device != self.device:
             raise ArgumentError(
                 f"this plan is for {p} on {self.device}, but the arguments are {given} on "
                 f"{hidden.device}; make a plan for them"
             )
-        tokens = hidden.shape[0]
-        if topk_ids.shape[0] != tokens:
-            raise ShapeError(
-                f"moe: hidden has {tokens} tokens but topk_ids has shape {tuple(topk_ids.shape)}; "
-                "it must be (T, k)"
-            )
-        if router_weight_on_input and p.top_k != 1:
-            raise ArgumentError(
-                f"moe: router_weight_on_input is for top-1 routing, but topk_ids has k={p.top_k}: "
-                "x would need another weight for each expert"
-            )
-        require_device("moe: topk_weights", topk_weights, hidden.device)
-        require_device("moe: topk_ids", topk_ids, hidden.device)
-        inputs = (hidden, topk_weights, topk_ids, *_tensors(weights))
-        require_no_grad("moe", *inputs)
-        if out is None:
-            out = torch.empty(hidden.shape, dtype=p.dtype, device=hidden.device)
-        else:
-            require_no_grad("moe: out", out)
-            check_out("moe", out, tuple(hidden.shape), p.dtype, hidden.device, inputs)
-        alpha, beta, limit = weights.swiglu()
-        return MoECall(
-            hidden=hidden.detach(),
-            w13=weights.w13,
-            w2=weights.w2,
-            topk_weights=topk_weights.detach().to(torch.float32),
-            topk_ids=topk_ids.to(torch.int64),
-            expert_start=weights.expert_start,
-            gate_up_scales=weights.gate_up_scales,
-            w13_bias=weights.w13_bias,
-            w2_bias=weights.w2_bias,
-            a1_scale=_tensor(weights.a1_scale),
-            a2_scale=_tensor(weights.a2_scale),
-            alpha=alpha,
-            beta=beta,
-            limit=limit,
-            router_weight_on_input=router_weight_on_input,
-            out=out,
+
+
+def moe_call(
+    p: MoEProblem,
+    hidden: torch.Tensor,
+    weights: MoEWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    router_weight_on_input: bool,
+    out: torch.Tensor | None,
+) -> MoECall:
+    """The checked tensors of one call, with an output if none is given."""
+    tokens = hidden.shape[0]
+    if topk_ids.shape[0] != tokens:
+        raise ShapeError(
+            f"moe: hidden has {tokens} tokens but topk_ids has shape {tuple(topk_ids.shape)}; "
+            "it must be (T, k)"
         )
+    if router_weight_on_input and p.top_k != 1:
+        raise ArgumentError(
+            f"moe: router_weight_on_input is for top-1 routing, but topk_ids has k={p.top_k}: "
+            "x would need another weight for each expert"
+        )
+    require_device("moe: topk_weights", topk_weights, hidden.device)
+    require_device("moe: topk_ids", topk_ids, hidden.device)
+    inputs = (hidden, topk_weights, topk_ids, *_tensors(weights))
+    require_no_grad("moe", *inputs)
+    if out is None:
+        out = torch.empty(hidden.shape, dtype=p.dtype, device=hidden.device)
+    else:
+        require_no_grad("moe: out", out)
+        check_out("moe", out, tuple(hidden.shape), p.dtype, hidden.device, inputs)
+    alpha, beta, limit = weights.swiglu()
+    return MoECall(
+        hidden=hidden.detach(),
+        w13=weights.w13,
+        w2=weights.w2,
+        topk_weights=topk_weights.detach().to(torch.float32),
+        topk_ids=topk_ids if topk_ids.is_cuda else topk_ids.to(torch.int64),
+        expert_start=weights.expert_start,
+        gate_up_scales=weights.gate_up_scales,
+        w13_bias=weights.w13_bias,
+        w2_bias=weights.w2_bias,
+        a1_scale=_tensor(weights.a1_scale),
+        a2_scale=_tensor(weights.a2_scale),
+        alpha=alpha,
+        beta=beta,
+        limit=limit,
+        router_weight_on_input=router_weight_on_input,
+        out=out,
+    )
+
+
+def _record(
+    hidden: torch.Tensor,
+    weights: MoEWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    router_weight_on_input: bool,
+    out: torch.Tensor | None,
+    recipe: str,
+    backend: str,
+) -> torch.Tensor:
+    """The call as an operator, which does the checks."""
+    arguments = (
+        hidden,
+        *parts_of(weights.w13),
+        *parts_of(weights.w2),
+        topk_weights,
+        topk_ids,
+        *_small_tensors(weights),
+        weights.order,
+        weights.activation,
+        weights.expert_start,
+        weights.num_experts,
+        recipe,
+        router_weight_on_input,
+        backend,
+    )
+    if out is None:
+        result: torch.Tensor = torch.ops.fp4lt.moe(*arguments)
+        return result
+    torch.ops.fp4lt.moe_out(out, *arguments)
+    return out
 
 
 @lru_cache(maxsize=1024)
-def _plan(problem: MoEProblem, device: torch.device, backend: str) -> MoEPlan:
+def cached_plan(problem: MoEProblem, device: torch.device, backend: str) -> MoEPlan:
+    """The plan of a problem, the same object each time."""
     return MoEPlan(problem, device, backend)
 
 
@@ -195,8 +254,8 @@ def _tensor(value: torch.Tensor | float | None) -> torch.Tensor | None:
     return value
 
 
-def _tensors(weights: MoEWeights) -> tuple[torch.Tensor | None, ...]:
-    small: tuple[Any, ...] = (
+def _small_tensors(weights: MoEWeights) -> tuple[Any, ...]:
+    return (
         weights.gate_up_scales,
         weights.w13_bias,
         weights.w2_bias,
@@ -206,7 +265,10 @@ def _tensors(weights: MoEWeights) -> tuple[torch.Tensor | None, ...]:
         weights.swiglu_beta,
         weights.swiglu_limit,
     )
-    return (*tensors_of(weights.w13), *tensors_of(weights.w2), *small)
+
+
+def _tensors(weights: MoEWeights) -> tuple[torch.Tensor | None, ...]:
+    return (*tensors_of(weights.w13), *tensors_of(weights.w2), *_small_tensors(weights))
 
 
 def _check_routing(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
@@ -222,13 +284,29 @@ def _check_routing(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
         )
 
 
-def _problem(
-    hidden: torch.Tensor, weights: MoEWeights, top_k: int, recipe: Recipe | str
-) -> MoEProblem:
+def _check_types(hidden: torch.Tensor, weights: MoEWeights) -> None:
     if not isinstance(weights, MoEWeights):
         raise ArgumentError(f"moe: weights is a {type(weights).__name__}; MoEWeights is needed")
     if not isinstance(hidden, torch.Tensor):
         raise ArgumentError(f"moe: hidden is a {type(hidden).__name__}; a tensor is needed")
+
+
+def moe_problem(
+    hidden: torch.Tensor,
+    weights: MoEWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    recipe: Recipe | str,
+) -> MoEProblem:
+    """The problem that checked arguments pose."""
+    _check_routing(topk_weights, topk_ids)
+    return _problem(hidden, weights, topk_ids.shape[1], recipe)
+
+
+def _problem(
+    hidden: torch.Tensor, weights: MoEWeights, top_k: int, recipe: Recipe | str
+) -> MoEProblem:
+    _check_types(hidden, weights)
     check_recipe("moe", recipe)
     require_dtype("moe: hidden", hidden, FLOATS)
     if hidden.ndim != 2 or hidden.shape[1] != weights.hidden_size:

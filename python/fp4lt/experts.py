@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fp4lt._interop import require_dtype
+from fp4lt._interop import require_dtype, tracing
 from fp4lt.codec import check_global_scale
 from fp4lt.errors import ArgumentError, DTypeError, LayoutError, ShapeError
 from fp4lt.formats import BLOCK
@@ -92,8 +92,8 @@ class MoEWeights:
         for name in ("a1_scale", "a2_scale", "swiglu_limit"):
             value = getattr(self, name)
             if value is not None:
-                shapes = {(): "shared", (experts,): "one per expert"}
-                check_global_scale(f"MoEWeights: {name}", value, shapes)
+                shapes = ((), "shared"), ((experts,), "one per expert")
+                check_global_scale(f"MoEWeights: {name}", value, *shapes)
         self._check_swiglu()
         self._check_gate_up_scales()
         if self.num_experts is None:
@@ -130,19 +130,14 @@ class MoEWeights:
         """Where the weights are."""
         return self.w13.device
 
-    def swiglu(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Alpha, beta and limit with the activation's defaults filled in; () or (E,) float32."""
+    def swiglu(self) -> tuple[torch.Tensor | float, torch.Tensor | float, Parameter]:
+        """Alpha, beta and limit with the activation's defaults filled in."""
         alpha, beta, limit = _SWIGLU_DEFAULTS.get(self.activation, (1.0, 0.0, None))
-
-        def resolved(value: Parameter, default: float | None) -> torch.Tensor | None:
-            if isinstance(value, torch.Tensor):
-                return value
-            return None if default is None else torch.tensor(default, device=self.device)
-
-        a, b = resolved(self.swiglu_alpha, alpha), resolved(self.swiglu_beta, beta)
-        assert a is not None
-        assert b is not None
-        return a, b, resolved(self.swiglu_limit, limit)
+        return (
+            alpha if self.swiglu_alpha is None else self.swiglu_alpha,
+            beta if self.swiglu_beta is None else self.swiglu_beta,
+            limit if self.swiglu_limit is None else self.swiglu_limit,
+        )
 
     def to(self, device: torch.device | str | int) -> MoEWeights:
         """The same weights on `device`."""
@@ -238,7 +233,9 @@ class MoEWeights:
                 )
             if name == "swiglu_beta" and not self.gated:
                 raise ArgumentError("MoEWeights: swiglu_beta is added to up, but w13 has no gate")
-            if value.device.type == "cpu" and not bool(torch.isfinite(value).all()):
+            if value.device.type != "cpu" or tracing(value):
+                continue
+            if not bool(torch.isfinite(value).all()):
                 raise ArgumentError(f"MoEWeights: {name} is {value.tolist()}; it must be finite")
 
     def _check_gate_up_scales(self) -> None:
@@ -250,25 +247,36 @@ class MoEWeights:
             raise ArgumentError(f"{what} is given, but w13 has no gate; fold it into global_scale")
         require_device(what, scales, self.device)
         want = (self.num_local_experts, 2)
-        check_global_scale(what, scales, {want: "columns gate, up"})
+        check_global_scale(what, scales, (want, "columns gate, up"))
         object.__setattr__(self, "gate_up_scales", scales.contiguous())
 
 
+_LEAVES = tuple(f.name for f in fields(MoEWeights) if f.name not in _STATIC)
+
+
 def _flatten(w: MoEWeights) -> tuple[list[Any], tuple[Any, ...]]:
-    names = [f.name for f in fields(w)]
-    leaves = [getattr(w, name) for name in names if name not in _STATIC]
-    return leaves, tuple(getattr(w, name) for name in _STATIC)
+    return [getattr(w, name) for name in _LEAVES], tuple(getattr(w, name) for name in _STATIC)
+
+
+def _flatten_with_keys(w: MoEWeights) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    leaves, static = _flatten(w)
+    return [(pytree.GetAttrKey(n), t) for n, t in zip(_LEAVES, leaves, strict=True)], static
 
 
 def _unflatten(leaves: Any, static: Any) -> MoEWeights:
     # Without checks: leaves may be fake tensors or placeholders.
     w = object.__new__(MoEWeights)
-    names = [f.name for f in fields(MoEWeights) if f.name not in _STATIC]
-    for name, value in (*zip(names, leaves, strict=True), *zip(_STATIC, static, strict=True)):
+    for name, value in (*zip(_LEAVES, leaves, strict=True), *zip(_STATIC, static, strict=True)):
         object.__setattr__(w, name, value)
     return w
 
 
 pytree.register_pytree_node(
-    MoEWeights, _flatten, _unflatten, serialized_type_name="fp4lt.MoEWeights"
+    MoEWeights,
+    _flatten,
+    _unflatten,
+    serialized_type_name="fp4lt.MoEWeights",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
+    flatten_with_keys_fn=_flatten_with_keys,
 )

@@ -8,11 +8,13 @@ from functools import lru_cache
 import torch
 
 from fp4lt._interop import (
+    as_tensor,
     dtype_name,
     require_dtype,
     require_no_grad,
     require_no_overlap,
     row_strides,
+    tracing,
 )
 from fp4lt.codec import FLOATS, check_global_scale
 from fp4lt.errors import ArgumentError, DeviceError, DTypeError, LayoutError, ShapeError
@@ -80,6 +82,8 @@ def grouped_mm(
     ShapeError, DTypeError, LayoutError, DeviceError, ArgumentError, UnsupportedError
         Before anything is computed or written.
     """
+    if tracing(*tensors_of(a), *tensors_of(b), offs):
+        return _record(a, b, offs, bias, alpha, a_scale, out, recipe, out_dtype, backend)
     plan = plan_grouped_mm(a, b, recipe=recipe, out_dtype=out_dtype, backend=backend, out=out)
     return plan.run(a, b, offs=offs, bias=bias, alpha=alpha, a_scale=a_scale, out=out)
 
@@ -98,6 +102,18 @@ def plan_grouped_mm(
     Parameters and errors are those of :func:`grouped_mm`.  Plans are cached: asking again for the
     same problem gives the same object.
     """
+    plan = GroupedMMPlan if tracing() else cached_plan
+    return plan(grouped_problem(a, b, recipe, out_dtype, out), a.device, backend)
+
+
+def grouped_problem(
+    a: Operand,
+    b: Operand,
+    recipe: Recipe | str,
+    out_dtype: torch.dtype | None,
+    out: torch.Tensor | None,
+) -> GroupedProblem:
+    """The problem that checked operands pose."""
     experts, n, k = _check_operands(a, b)
     check_recipe("grouped_mm", recipe)
     if recipe == "w4a16" and isinstance(b, NVFP4Tensor):
@@ -114,8 +130,7 @@ def plan_grouped_mm(
     if out_dtype not in FLOATS:
         names = ", ".join(dtype_name(d) for d in FLOATS)
         raise DTypeError(f"grouped_mm: out_dtype is {out_dtype}; it must be one of: {names}")
-    problem = GroupedProblem(experts, n, k, format_name(a), format_name(b), out_dtype, str(recipe))
-    return _plan(problem, a.device, backend)
+    return GroupedProblem(experts, n, k, format_name(a), format_name(b), out_dtype, str(recipe))
 
 
 class GroupedMMPlan(Plan[GroupedProblem]):
@@ -141,38 +156,83 @@ class GroupedMMPlan(Plan[GroupedProblem]):
                 f"this plan is for {p} on {self.device}, but the operands are E={experts} N={n} "
                 f"K={k} {given[3]} x {given[4]} on {a.device}; make a plan for them"
             )
-        small = tuple(t for t in (bias, alpha, a_scale) if isinstance(t, torch.Tensor))
-        require_no_grad("grouped_mm", *tensors_of(a), *tensors_of(b), *small)
-        rows = a.shape[0]
-        ends = _check_offsets(offs, experts, rows, a.device)
-        if bias is not None:
-            bias = check_bias("grouped_mm: bias", bias, experts, n, a.device)
-        factors = None
-        if alpha is not None:
-            factors = per_expert("grouped_mm: alpha", alpha, experts, a.device).expand(experts)
-            factors = factors.contiguous()
-        static = None
-        if a_scale is not None:
-            if not p.quantizes:
-                raise ArgumentError(
-                    f"grouped_mm: a_scale is the static scale of activations that the call rounds "
-                    f"to NVFP4, but {p} rounds none; leave it out"
-                )
-            static = per_expert("grouped_mm: a_scale", a_scale, experts, a.device)
-            check_global_scale("grouped_mm: a_scale", static, {(): "shared", (experts,): "each"})
-        if out is None:
-            out = torch.empty(rows, n, dtype=p.out_dtype, device=a.device)
-        else:
-            require_no_grad("grouped_mm: out", out)
-            inputs = (*tensors_of(a), *tensors_of(b), *small, offs)
-            check_out("grouped_mm", out, (rows, n), p.out_dtype, a.device, inputs)
-        weights = b.mT
-        self.backend.grouped_mm(p, GroupedCall(a, weights, ends, bias, factors, static, out))
-        return out
+        if tracing(*tensors_of(a), *tensors_of(b), offs):
+            name = self.backend.name
+            return _record(a, b, offs, bias, alpha, a_scale, out, p.recipe, p.out_dtype, name)
+        call = grouped_call(p, a, b, offs, bias, alpha, a_scale, out)
+        self.backend.grouped_mm(p, call)
+        return call.out
+
+
+def grouped_call(
+    p: GroupedProblem,
+    a: Operand,
+    b: Operand,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    alpha: torch.Tensor | float | None,
+    a_scale: torch.Tensor | float | None,
+    out: torch.Tensor | None,
+) -> GroupedCall:
+    """The checked tensors of one call, with an output if none is given.
+
+    While torch is tracing, shapes and dtypes are checked and values are not.
+    """
+    device, rows = a.device, a.shape[0]
+    small = tuple(t for t in (bias, alpha, a_scale) if isinstance(t, torch.Tensor))
+    require_no_grad("grouped_mm", *tensors_of(a), *tensors_of(b), *small)
+    ends = _check_offsets(offs, p.experts, rows, device)
+    if bias is not None:
+        bias = check_bias("grouped_mm: bias", bias, p.experts, p.n, device)
+    factors = None
+    if alpha is not None:
+        factors = per_expert("grouped_mm: alpha", alpha, p.experts, device).expand(p.experts)
+        factors = factors.contiguous()
+    static = None
+    if a_scale is not None:
+        if not p.quantizes:
+            raise ArgumentError(
+                f"grouped_mm: a_scale is the static scale of activations that the call rounds "
+                f"to NVFP4, but {p} rounds none; leave it out"
+            )
+        static = per_expert("grouped_mm: a_scale", a_scale, p.experts, device)
+        check_global_scale("grouped_mm: a_scale", static, ((), "shared"), ((p.experts,), "each"))
+    if out is None:
+        out = torch.empty(rows, p.n, dtype=p.out_dtype, device=device)
+    else:
+        require_no_grad("grouped_mm: out", out)
+        inputs = (*tensors_of(a), *tensors_of(b), *small, offs)
+        check_out("grouped_mm", out, (rows, p.n), p.out_dtype, device, inputs)
+    return GroupedCall(a, b.mT, ends, bias, factors, static, out)
+
+
+def _record(
+    a: Operand,
+    b: Operand,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    alpha: torch.Tensor | float | None,
+    a_scale: torch.Tensor | float | None,
+    out: torch.Tensor | None,
+    recipe: str,
+    out_dtype: torch.dtype | None,
+    backend: str,
+) -> torch.Tensor:
+    """The call as an operator, which checks all that it can see: neither types nor .mT."""
+    _check_types(a, b)
+    alpha, a_scale = as_tensor(alpha, a.device), as_tensor(a_scale, a.device)
+    operands = (*parts_of(a), *parts_of(b.mT))
+    options = (offs, bias, alpha, a_scale, recipe, out_dtype, backend)
+    if out is None:
+        result: torch.Tensor = torch.ops.fp4lt.grouped_mm(*operands, *options)
+        return result
+    torch.ops.fp4lt.grouped_mm_out(out, *operands, *options)
+    return out
 
 
 @lru_cache(maxsize=1024)
-def _plan(problem: GroupedProblem, device: torch.device, backend: str) -> GroupedMMPlan:
+def cached_plan(problem: GroupedProblem, device: torch.device, backend: str) -> GroupedMMPlan:
+    """The plan of a problem, the same object each time."""
     return GroupedMMPlan(problem, device, backend)
 
 
@@ -183,12 +243,19 @@ def tensors_of(operand: Operand) -> tuple[torch.Tensor, ...]:
     return (operand,)
 
 
+def parts_of(operand: Operand) -> tuple[torch.Tensor | None, ...]:
+    """An operand as operators take it: codes, scales and global scale, or values and two Nones."""
+    parts = tensors_of(operand)
+    return parts if len(parts) == 3 else (*parts, None, None)
+
+
 def per_expert(
     what: str, value: torch.Tensor | float, experts: int, device: torch.device
 ) -> torch.Tensor:
     """A number, () or (E,) float32 tensor as a tensor on `device`."""
     if not isinstance(value, torch.Tensor):
-        return torch.tensor(float(value), dtype=torch.float32, device=device)
+        # By a kernel: a copy from the host would wait, and could not be captured.
+        return torch.full((), float(value), dtype=torch.float32, device=device)
     require_dtype(what, value, (torch.float32,))
     if tuple(value.shape) not in ((), (experts,)):
         raise ShapeError(
@@ -238,14 +305,24 @@ def check_out(
     require_no_overlap(out, *inputs)
 
 
-def _check_operands(a: Operand, b: Operand) -> tuple[int, int, int]:
-    """Experts, N and K of operands that fit together."""
+def _check_types(a: Operand, b: Operand) -> None:
     for name, t in (("a", a), ("b", b)):
         if not isinstance(t, (torch.Tensor, NVFP4Tensor)):
             raise ArgumentError(
                 f"grouped_mm: {name} is a {type(t).__name__}; a torch.Tensor or NVFP4Tensor is "
                 "needed"
             )
+    if isinstance(b, NVFP4Tensor) and b.ndim == 3 and not b.transposed:
+        raise LayoutError(
+            f"grouped_mm: b is stored as (E, N, K) = {b.shape}; pass its transpose, b.mT"
+        )
+    if isinstance(a, NVFP4Tensor) and a.transposed:
+        raise LayoutError("grouped_mm: a is transposed; pass it as (M, K)")
+
+
+def _check_operands(a: Operand, b: Operand) -> tuple[int, int, int]:
+    """Experts, N and K of operands that fit together."""
+    _check_types(a, b)
     if b.ndim != 3:
         raise ShapeError(
             f"grouped_mm: b has shape {tuple(b.shape)}; it must be 3-D, (E, K, N): for one matrix "
@@ -256,22 +333,14 @@ def _check_operands(a: Operand, b: Operand) -> tuple[int, int, int]:
             f"grouped_mm: a has shape {tuple(a.shape)}; it must be 2-D, (M, K), the rows sorted by "
             "expert"
         )
-    if isinstance(b, NVFP4Tensor):
-        if not b.transposed:
-            raise LayoutError(
-                f"grouped_mm: b is stored as (E, N, K) = {b.shape}; pass its transpose, b.mT"
-            )
-    else:
+    if isinstance(b, torch.Tensor):
         require_dtype("grouped_mm: b", b, _HALVES)
         if isinstance(a, NVFP4Tensor) or a.dtype != b.dtype:
             raise DTypeError(
                 f"grouped_mm: b is {format_name(b)} but a is {format_name(a)}; dense weights take "
                 "activations of their own dtype"
             )
-    if isinstance(a, NVFP4Tensor):
-        if a.transposed:
-            raise LayoutError("grouped_mm: a is transposed; pass it as (M, K)")
-    else:
+    if isinstance(a, torch.Tensor):
         require_dtype("grouped_mm: a", a, FLOATS)
     experts, k, n = b.shape
     if a.shape[1] != k:
@@ -300,7 +369,7 @@ def _check_operands(a: Operand, b: Operand) -> tuple[int, int, int]:
 def _check_offsets(
     offs: torch.Tensor, experts: int, rows: int, device: torch.device
 ) -> torch.Tensor:
-    """End offsets as int64 in host memory."""
+    """End offsets: on the device as they are, since looking would wait for it; else as int64."""
     if not isinstance(offs, torch.Tensor):
         raise ArgumentError(f"grouped_mm: offs is a {type(offs).__name__}; a tensor is needed")
     require_dtype("grouped_mm: offs", offs, (torch.int32, torch.int64))
@@ -313,6 +382,10 @@ def _check_offsets(
         raise DeviceError(
             f"grouped_mm: offs is on {offs.device}; it must be on the CPU or on {device}, with a"
         )
+    if offs.is_meta or tracing(offs):
+        return offs
+    if offs.device.type != "cpu":
+        return offs.detach().contiguous()
     ends = offs.detach().to(device="cpu", dtype=torch.int64).contiguous()
     steps = torch.diff(ends, prepend=ends.new_zeros(1))
     if bool((steps < 0).any()):

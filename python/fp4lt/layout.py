@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from fp4lt import _C
-from fp4lt._interop import address, require_cpu, require_dtype
+from fp4lt._interop import address, cuda_launch, require_device_of_ours, require_dtype
 from fp4lt.errors import ShapeError
 from fp4lt.formats import BLOCK, TILE_BLOCKS, TILE_ROWS
 
@@ -33,7 +33,7 @@ def tile_scales(linear: torch.Tensor) -> torch.Tensor:
     Parameters
     ----------
     linear : (..., rows, K/16) float8_e4m3fn or uint8
-        In host memory, at most three dimensions.
+        At most three dimensions.
 
     Returns
     -------
@@ -41,18 +41,22 @@ def tile_scales(linear: torch.Tensor) -> torch.Tensor:
         The padding is zero.
     """
     require_dtype("tile_scales: scales", linear, _SCALE_DTYPES)
-    require_cpu("tile_scales", linear)
+    require_device_of_ours("tile_scales", linear)
     if linear.ndim not in (2, 3):
         raise ShapeError(f"tile_scales: scales have shape {tuple(linear.shape)}; 2-D or 3-D needed")
     rows, blocks = linear.shape[-2:]
     source = linear.contiguous()
     tiled = source.new_empty(*linear.shape[:-2], *padded_scale_shape(rows, blocks * BLOCK))
-    _C.tile_scales(
+    on_cuda = source.device.type == "cuda"
+    launch = cuda_launch(source.device) if on_cuda else {}
+    run = _C.cuda_tile_scales if on_cuda else _C.tile_scales
+    run(
         linear=address(source),
         experts=linear.shape[0] if linear.ndim == 3 else 1,
         rows=rows,
         blocks=blocks,
         tiled=address(tiled),
+        **launch,
     )
     return tiled
 
@@ -63,7 +67,7 @@ def untile_scales(tiled: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
     Parameters
     ----------
     tiled : (..., round_up(rows, 128), round_up(blocks, 4)) float8_e4m3fn or uint8
-        In host memory, at most three dimensions.
+        At most three dimensions.
     rows, blocks : int
         Extents without padding.
 
@@ -72,7 +76,7 @@ def untile_scales(tiled: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
     (..., rows, blocks), same dtype
     """
     require_dtype("untile_scales: scales", tiled, _SCALE_DTYPES)
-    require_cpu("untile_scales", tiled)
+    require_device_of_ours("untile_scales", tiled)
     want = padded_scale_shape(rows, blocks * BLOCK)
     if tiled.ndim not in (2, 3) or tuple(tiled.shape[-2:]) != want:
         raise ShapeError(
@@ -81,11 +85,15 @@ def untile_scales(tiled: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
         )
     source = tiled.contiguous()
     linear = source.new_empty(*tiled.shape[:-2], rows, blocks)
-    _C.untile_scales(
+    on_cuda = source.device.type == "cuda"
+    launch = cuda_launch(source.device) if on_cuda else {}
+    run = _C.cuda_untile_scales if on_cuda else _C.untile_scales
+    run(
         tiled=address(source),
         experts=tiled.shape[0] if tiled.ndim == 3 else 1,
         rows=rows,
         blocks=blocks,
         linear=address(linear),
+        **launch,
     )
     return linear

@@ -79,7 +79,7 @@ class GroupedCall(NamedTuple):
     b: Operand
     """(E, N, K), not transposed; dense operands have a contiguous K."""
     ends: torch.Tensor
-    """(E,) int64, end offsets, in host memory."""
+    """(E,) end offsets: int64 in host memory, checked; or on the device as given, unchecked."""
     bias: torch.Tensor | None
     """(E, N) float32."""
     alpha: torch.Tensor | None
@@ -130,7 +130,7 @@ class MoECall(NamedTuple):
     topk_weights: torch.Tensor
     """(T, k) float32."""
     topk_ids: torch.Tensor
-    """(T, k) int64, global ids."""
+    """(T, k) int64, on CUDA also int32: global ids."""
     expert_start: int
     gate_up_scales: torch.Tensor | None
     """(E, 2) float32, columns gate then up."""
@@ -141,10 +141,10 @@ class MoECall(NamedTuple):
     a1_scale: torch.Tensor | None
     """() or (E,) float32."""
     a2_scale: torch.Tensor | None
-    alpha: torch.Tensor
-    """() or (E,) float32, of silu and swigluoai."""
-    beta: torch.Tensor
-    limit: torch.Tensor | None
+    alpha: torch.Tensor | float
+    """Of silu and swigluoai: a number, or () or (E,) float32."""
+    beta: torch.Tensor | float
+    limit: torch.Tensor | float | None
     router_weight_on_input: bool
     out: torch.Tensor
     """(T, H)."""

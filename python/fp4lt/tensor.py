@@ -9,8 +9,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fp4lt._interop import require_dtype
-from fp4lt.codec import GlobalScaleArg, check_global_scale, dequantize_parts, quantize_parts
+from fp4lt._interop import as_tensor, require_dtype, tracing
+from fp4lt.codec import (
+    GlobalScaleArg,
+    check_global_scale,
+    dequantize_parts,
+    is_per_row,
+    quantize_parts,
+)
 from fp4lt.errors import ArgumentError, LayoutError, ShapeError
 from fp4lt.formats import BLOCK
 from fp4lt.layout import padded_scale_shape, tile_scales, untile_scales
@@ -52,6 +58,16 @@ class NVFP4Tensor:
     transposed: bool = False
 
     def __post_init__(self) -> None:
+        self._check_parts()
+        if self.codes.device.type == "cpu" and not tracing(*self._parts):
+            self.validate()
+
+    @property
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.codes, self.scales, self.global_scale
+
+    def _check_parts(self) -> NVFP4Tensor:
+        """Refuse parts that do not fit together, whatever their values."""
         codes, scales, g = self.codes, self.scales, self.global_scale
         for name, t in (("codes", codes), ("scales", scales), ("global_scale", g)):
             if not isinstance(t, torch.Tensor):
@@ -75,21 +91,23 @@ class NVFP4Tensor:
                 f"global_scale on {g.device}; all must be on one device"
             )
         for name, t in (("codes", codes), ("scales", scales)):
-            if t.numel() and not _inner_contiguous(t):
+            if not _inner_contiguous(t) and t.numel():
                 raise LayoutError(
                     f"NVFP4Tensor: {name} has shape {tuple(t.shape)} and strides {t.stride()}; "
                     "each matrix must lie without gaps: call .contiguous()"
                 )
         per = "one per expert" if codes.ndim == 3 else "one per row"
-        check_global_scale("NVFP4Tensor: global_scale", g, {(): "shared", (codes.shape[0],): per})
-        if codes.device.type == "cpu":
-            self.validate()
+        check_global_scale("NVFP4Tensor: global_scale", g, ((), "shared"), ((codes.shape[0],), per))
+        return self
 
     @classmethod
     def _make(
         cls, codes: Any, scales: Any, global_scale: Any, transposed: bool = False
     ) -> NVFP4Tensor:
         """Build without checks, from parts that are known to fit."""
+        if torch.compiler.is_dynamo_compiling():
+            # A constructor, since torch 2.4 cannot trace __new__; checks see fake tensors only.
+            return NVFP4Tensor(codes, scales, global_scale, transposed)
         self = object.__new__(cls)
         object.__setattr__(self, "codes", codes)
         object.__setattr__(self, "scales", scales)
@@ -186,7 +204,10 @@ class NVFP4Tensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Values in `dtype` (float32, float16 or bfloat16) and this tensor's logical shape."""
-        values = dequantize_parts(self.codes, self.scales, self.global_scale, dtype)
+        if tracing(*self._parts):
+            values: torch.Tensor = torch.ops.fp4lt.dequantize(*self._parts, dtype)
+        else:
+            values = dequantize_parts(*self._parts, dtype)
         return values.mT if self.transposed else values
 
     def to(self, device: torch.device | str | int) -> NVFP4Tensor:
@@ -226,7 +247,8 @@ class NVFP4Tensor:
         check_global_scale(
             "NVFP4Tensor: global_scale",
             self.global_scale.cpu(),
-            {(): "shared", (self.codes.shape[0],): per},
+            ((), "shared"),
+            ((self.codes.shape[0],), per),
         )
         bytes_ = self.scales.view(torch.uint8)
         if self.scales.numel() == 0 or not bool((bytes_ >= 0x80).any()):
@@ -284,7 +306,10 @@ def quantize(x: torch.Tensor, *, global_scale: GlobalScaleArg = None) -> NVFP4Te
     scale and touches no other; an infinity saturates and takes no part in a derived ``g``.  The
     arithmetic, operation by operation, is in docs/numerics.md, section 2.
     """
-    return NVFP4Tensor._make(*quantize_parts(x, global_scale))
+    if not tracing(x, global_scale if isinstance(global_scale, torch.Tensor) else None):
+        return NVFP4Tensor._make(*quantize_parts(x, global_scale))
+    g = None if isinstance(global_scale, str) else as_tensor(global_scale, x.device)
+    return NVFP4Tensor._make(*torch.ops.fp4lt.quantize(x, g, is_per_row(global_scale)))
 
 
 def dequantize(t: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -305,7 +330,7 @@ def dequantize(t: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> torch.Tens
 
 
 def _inner_contiguous(t: torch.Tensor) -> bool:
-    return t.stride(-1) == 1 and (t.shape[-2] <= 1 or t.stride(-2) == t.shape[-1])
+    return t.stride(-1) == 1 and (t.stride(-2) == t.shape[-1] or t.shape[-2] <= 1)
 
 
 def _check_code_shape(what: str, codes: torch.Tensor) -> None:
@@ -337,6 +362,11 @@ def _flatten(t: NVFP4Tensor) -> tuple[list[Any], bool]:
     return [t.codes, t.scales, t.global_scale], t.transposed
 
 
+def _flatten_with_keys(t: NVFP4Tensor) -> tuple[list[tuple[Any, Any]], bool]:
+    names = ("codes", "scales", "global_scale")
+    return [(pytree.GetAttrKey(name), getattr(t, name)) for name in names], t.transposed
+
+
 def _unflatten(parts: Any, transposed: Any) -> NVFP4Tensor:
     # Parts may be anything here: fake tensors, ints, None.
     codes, scales, global_scale = parts
@@ -344,5 +374,9 @@ def _unflatten(parts: Any, transposed: Any) -> NVFP4Tensor:
 
 
 pytree.register_pytree_node(
-    NVFP4Tensor, _flatten, _unflatten, serialized_type_name="fp4lt.NVFP4Tensor"
+    NVFP4Tensor,
+    _flatten,
+    _unflatten,
+    serialized_type_name="fp4lt.NVFP4Tensor",
+    flatten_with_keys_fn=_flatten_with_keys,
 )

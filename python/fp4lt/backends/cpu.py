@@ -8,20 +8,28 @@ import math
 import torch
 
 from fp4lt import _C
-from fp4lt._interop import DTYPES, address, dense_view, nvfp4_view, row_strides, threads
+from fp4lt._interop import (
+    DTYPES,
+    address,
+    dense_view,
+    expert_parameter,
+    nvfp4_view,
+    row_strides,
+    threads,
+)
 from fp4lt.codec import quantize_parts
 from fp4lt.formats import BLOCK
 from fp4lt.layout import tile_scales, untile_scales
 from fp4lt.problem import GroupedCall, GroupedProblem, MoECall, MoEProblem, MoETrace, Operand
 from fp4lt.tensor import NVFP4Tensor
 
-_ORDERS = {
+GATE_ORDERS = {
     None: _C.GateOrder.NONE,
     "gate_up": _C.GateOrder.GATE_UP,
     "up_gate": _C.GateOrder.UP_GATE,
     "interleaved": _C.GateOrder.INTERLEAVED,
 }
-_ACTIVATIONS = {
+ACTIVATION_KINDS = {
     "silu": _C.Activation.SWISH,
     "swigluoai": _C.Activation.SWISH,
     "gelu": _C.Activation.GELU,
@@ -133,7 +141,7 @@ def _grouped_gemm(
         b=_view(b),
         alpha=address(alpha),
         alpha_expert_stride=alpha.stride(0) if alpha is not None else 0,
-        order=_ORDERS[order],
+        order=GATE_ORDERS[order],
         bias=address(bias),
         bias_expert_stride=bias.stride(0) if bias is not None else 0,
         out=address(out),
@@ -164,7 +172,9 @@ def _run(problem: MoEProblem, call: MoECall) -> tuple[MoETrace, torch.Tensor | N
     if problem.quantizes:
         a1 = _quantize_rows(x, _per_row(call.a1_scale, rows_expert))
     index = None if gathered else rows_token
-    h = torch.empty(rows, call.w13.shape[1])
+    # Dtypes and devices are always named: torch's defaults are the user's to change.
+    host = torch.device("cpu")
+    h = torch.empty(rows, call.w13.shape[1], dtype=torch.float32, device=host)
     _grouped_gemm(
         a1,
         call.w13,
@@ -176,14 +186,13 @@ def _run(problem: MoEProblem, call: MoECall) -> tuple[MoETrace, torch.Tensor | N
         bias=call.w13_bias,
     )
 
-    u = torch.empty(
-        rows, problem.intermediate, dtype=torch.float32 if problem.quantizes else problem.dtype
-    )
+    u_dtype = torch.float32 if problem.quantizes else problem.dtype
+    u = torch.empty(rows, problem.intermediate, dtype=u_dtype, device=host)
     _activate(problem, call, h, rows_expert, u)
     a2: Operand = u
     if problem.quantizes:
         a2 = _quantize_rows(u, _per_row(call.a2_scale, rows_expert))
-    z = torch.empty(rows, hidden)
+    z = torch.empty(rows, hidden, dtype=torch.float32, device=host)
     _grouped_gemm(a2, call.w2, ends, z, bias=call.w2_bias)
 
     weights = None if call.router_weight_on_input else call.topk_weights.contiguous()
@@ -207,10 +216,9 @@ def _route(
     problem: MoEProblem, call: MoECall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     ids = call.topk_ids.contiguous()
-    ends = torch.zeros(problem.experts, dtype=torch.int64)
-    rows_token = torch.empty(ids.numel(), dtype=torch.int64)
-    rows_expert = torch.empty(ids.numel(), dtype=torch.int64)
-    slot_row = torch.empty(ids.shape, dtype=torch.int64)
+    ends = ids.new_zeros(problem.experts)
+    rows_token, rows_expert = ids.new_empty(ids.numel()), ids.new_empty(ids.numel())
+    slot_row = ids.new_empty(ids.shape)
     rows = _C.route(
         ids=address(ids),
         tokens=ids.shape[0],
@@ -230,7 +238,7 @@ def _per_row(scale: torch.Tensor | None, rows_expert: torch.Tensor) -> torch.Ten
 
 
 def _scale_rows(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = x.new_empty(x.shape)
     weights = weights.contiguous()
     if out.numel():
         _C.scale_rows(
@@ -251,24 +259,18 @@ def _activate(
     rows_expert: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    def stride(t: torch.Tensor | None) -> int:
-        return t.stride(0) if t is not None and t.ndim else 0
-
     if out.numel() == 0:
         return
     _C.activate(
         h=address(h),
         rows=h.shape[0],
         n=h.shape[1],
-        order=_ORDERS[problem.order],
-        kind=_ACTIVATIONS[problem.activation],
+        order=GATE_ORDERS[problem.order],
+        kind=ACTIVATION_KINDS[problem.activation],
         row_expert=address(rows_expert),
-        alpha=address(call.alpha),
-        alpha_stride=stride(call.alpha),
-        beta=address(call.beta),
-        beta_stride=stride(call.beta),
-        limit=address(call.limit),
-        limit_stride=stride(call.limit),
+        alpha=expert_parameter(call.alpha),
+        beta=expert_parameter(call.beta),
+        limit=None if call.limit is None else expert_parameter(call.limit),
         out=address(out),
         out_type=DTYPES[out.dtype],
         threads=threads(),

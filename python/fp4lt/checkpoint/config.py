@@ -17,7 +17,7 @@ from fp4lt.checkpoint.files import read_json
 from fp4lt.checkpoint.names import COMPRESSED_TENSORS, MODELOPT, Convention, ExpertLayer
 from fp4lt.errors import CheckpointError, UnsupportedError
 from fp4lt.formats import BLOCK
-from fp4lt.problem import Activation
+from fp4lt.problem import Activation, Order
 
 _ACTIVATIONS: Final[dict[str, Activation]] = {
     "silu": "silu",
@@ -35,6 +35,7 @@ _EXPERT_COUNT_KEYS: Final = ("num_experts", "n_routed_experts", "num_local_exper
 _TEXT_SECTIONS: Final = ("text_config", "language_config", "llm_config")
 _ALGORITHMS: Final = ("NVFP4", "W4A16_NVFP4")
 _FORMAT: Final = "nvfp4-pack-quantized"
+_GPT_OSS: Final = "gpt_oss"
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,9 @@ class ModelConfig:
 
     def activation(self) -> Activation | None:
         """fp4lt's name for the experts' activation, or None where no file says."""
+        if self._get("model_type") == _GPT_OSS:
+            # Its config says silu; the code that belongs to it computes another function.
+            return "swigluoai"
         for key in _ACTIVATION_KEYS:
             stated = self._get(key)
             if stated is None:
@@ -100,13 +104,16 @@ class ModelConfig:
             )
         return float(stated)
 
-    def check_expert_count(self, layer: ExpertLayer) -> None:
+    def stack_order(self) -> Order:
+        """Where a stacked gate_up_proj has its gate."""
+        return "interleaved" if self._get("model_type") == _GPT_OSS else "gate_up"
+
+    def check_expert_count(self, layer: ExpertLayer, found: int) -> None:
         """Compare the experts found with the number that the model claims to have."""
         for key in _EXPERT_COUNT_KEYS:
             stated = self._get(key)
-            found = len(layer.experts)
             if isinstance(stated, int) and stated != found:
-                missing = sorted(set(range(stated)) - layer.experts)
+                missing = sorted(set(range(stated)) - set(range(found)))
                 hint = f" (first missing: expert {missing[0]})" if missing else ""
                 raise CheckpointError(
                     f"load_moe: {self._file} has {key} {stated}, but layer {layer.number} "
@@ -152,9 +159,9 @@ def _require_format(
     if claimed is not found:
         raise CheckpointError(
             f"load_moe: {file} says {claimed.title} ({said!r}), but the tensors of layer "
-            f"{layer.number} are named as in {found.title} ({layer.root}.0.*."
-            f"{found.codes}); the two store global scales the other way round, so the config must "
-            "fit the tensors"
+            f"{layer.number} are named as in {found.title} "
+            f"({layer.name(0, 'down', found.codes)}); the two store global scales the other way "
+            "round, so the config must fit the tensors"
         )
 
 

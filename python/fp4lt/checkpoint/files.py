@@ -89,11 +89,17 @@ class TensorSource:
         part = self._handle(self.where[name], name).get_slice(name)
         return str(part.get_dtype()), tuple(part.get_shape())
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU."""
+    def read(self, name: str, *index: int | slice) -> torch.Tensor:
+        """One tensor on the CPU, or a part of it by index.
+
+        A part is a view of the mapped file, so that nothing beside it is read.
+        """
         file = self.where[name]
         try:
-            value: torch.Tensor = self._handle(file, name).get_tensor(name)
+            handle = self._handle(file, name)
+            value: torch.Tensor = (
+                handle.get_slice(name)[index] if index else handle.get_tensor(name)
+            )
         except (self._safetensors.SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"load_moe: cannot read {name} from {file}: {error}") from error
         return value

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/check.h"
+
+namespace fp4lt::cuda {
+
+struct DeviceTraits {
+  int multiprocessors;
+  int major;
+  int64_t shared_bytes;  // most that a block may opt in to
+};
+
+// Cached after the first call for a device.
+const DeviceTraits& traits(int device);
+
+// Launches a kernel whose blocks may start while the kernel before it is still running (from
+// compute capability 9.0 on): it must call ptx::wait_for_previous_kernel() before it touches global
+// memory.  `device` is current.
+template <typename... Parameters, typename... Arguments>
+void launch(int device, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
+            cudaStream_t stream, Arguments... arguments) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = traits(device).major >= 9 ? 1 : 0;
+  FP4LT_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+}
+
+}  // namespace fp4lt::cuda

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the row-wise kernels share: loading 16 neighbours as fp32, the codec of one block, maxima
+// over a block of threads, and the order in which the fused kernel wants its operand.
+#pragma once
+
+#include "core/nvfp4.h"
+#include "core/views.h"
+#include "cuda/fused/gemm.h"
+#include "cuda/ptx.cuh"
+
+namespace fp4lt::cuda {
+
+// 16 values from `at` (elements of `type`) on.
+__device__ __forceinline__ void load_block(const void* x, DType type, int64_t at, float (&v)[16]) {
+  if (type == DType::kF32) {
+    const auto* from = static_cast<const float*>(x) + at;
+    for (int i = 0; i < 16; ++i) v[i] = from[i];
+  } else if (type == DType::kBF16) {
+    const auto* from = static_cast<const __nv_bfloat16*>(x) + at;
+    for (int i = 0; i < 16; ++i) v[i] = __bfloat162float(from[i]);
+  } else {
+    const auto* from = static_cast<const __half*>(x) + at;
+    for (int i = 0; i < 16; ++i) v[i] = __half2float(from[i]);
+  }
+}
+
+// Largest finite magnitude of the 16.
+__device__ __forceinline__ float finite_amax(const float (&v)[16]) {
+  float best = 0.0f;
+  for (int i = 0; i < 16; ++i) {
+    const float m = magnitude(v[i]);
+    if (is_finite(m) && m > best) best = m;
+  }
+  return best;
+}
+
+// numerics.md, section 2, for one block: the scale byte; codes into `code`.
+__device__ __forceinline__ uint8_t quantize_block(const float (&v)[16], float g,
+                                                  unsigned (&code)[16]) {
+  float largest = 0.0f;
+  bool nan = false;
+  for (int i = 0; i < 16; ++i) {
+    const float m = magnitude(v[i]);
+    nan |= is_nan(m);
+    largest = m > largest ? m : largest;
+  }
+  if (nan) {
+    for (int i = 0; i < 16; ++i) code[i] = 0;
+    return kScaleNan;
+  }
+  const uint8_t scale = encode_scale(largest, g);
+  const float step = decode_e4m3(scale) * g;
+  for (int i = 0; i < 16; ++i) {
+    code[i] = scale == 0 ? float_bits(v[i]) >> 28 & 8u : encode_e2m1(v[i] / step);
+  }
+  return scale;
+}
+
+// Largest value over the block of threads, given to all; `scratch` holds 33 floats.
+__device__ __forceinline__ float block_max(float v, float* scratch) {
+  for (int offset = 16; offset > 0; offset /= 2) {
+    v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, offset));
+  }
+  const int warps = blockDim.x / 32;
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = v;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    v = static_cast<int>(threadIdx.x) < warps ? scratch[threadIdx.x] : 0.0f;
+    for (int offset = 16; offset > 0; offset /= 2) {
+      v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, offset));
+    }
+    if (threadIdx.x == 0) scratch[32] = v;
+  }
+  __syncthreads();
+  return scratch[32];
+}
+
+// 16-bit values of one block, in the order of prepared_order().
+__device__ __forceinline__ void store_prepared(uint16_t* to, const uint16_t (&h)[16]) {
+  uint32_t word[8];
+  for (int i = 0; i < 8; ++i) {
+    const int half = i / 4 * 8;
+    word[i] = h[half + prepared_order(i % 4 * 2)] |
+              static_cast<uint32_t>(h[half + prepared_order(i % 4 * 2 + 1)]) << 16;
+  }
+  auto* out = reinterpret_cast<uint4*>(to);
+  out[0] = make_uint4(word[0], word[1], word[2], word[3]);
+  out[1] = make_uint4(word[4], word[5], word[6], word[7]);
+}
+
+// The products code * scale of one block in bf16, where all of them are exact.
+__device__ __forceinline__ void store_products(uint16_t* to, const unsigned (&code)[16],
+                                               uint8_t scale) {
+  const float s = decode_e4m3(scale);
+  uint16_t h[16];
+  for (int i = 0; i < 16; ++i) {
+    h[i] = __bfloat16_as_ushort(__float2bfloat16_rn(decode_e2m1(code[i]) * s));
+  }
+  store_prepared(to, h);
+}
+
+__device__ __forceinline__ uint64_t pack_codes(const unsigned (&code)[16]) {
+  uint64_t packed = 0;
+  for (int i = 0; i < 16; ++i) packed |= static_cast<uint64_t>(code[i]) << (4 * i);
+  return packed;
+}
+
+}  // namespace fp4lt::cuda
