@@ -21,7 +21,7 @@ ORDER = [
     ["tensor"],
     ["problem"],
     ["backends"],
-    ["plan"],
+    ["plan", "arguments"],
     ["gemm"],
     ["experts"],
     ["block"],

@@ -104,7 +104,11 @@ BAD_WEIGHTS: Bad = {
     "learned w2_bias": (ArgumentError, "w2_bias.*requires grad", {"w2_bias": grad(E, H)}),
     "relu2: alpha of relu2": (ArgumentError, "swiglu_alpha.*'relu2'", {"swiglu_alpha": 1.5}),
     "gelu: beta of gelu": (ArgumentError, "swiglu_beta.*'gelu'", {"swiglu_beta": 1.0}),
-    "ungated: beta without gate": (ArgumentError, "swiglu_beta.*no gate", {"swiglu_beta": 1.0}),
+    "ungated: beta without gate": (
+        ArgumentError,
+        "swiglu_beta.*without gate",
+        {"swiglu_beta": 1.0},
+    ),
     "negative start": (ArgumentError, "expert_start=-1", {"expert_start": -1}),
     "past the end": (ArgumentError, "=5 and 4 local.*=8", {"expert_start": 5, "num_experts": 8}),
     "fewer than local": (ArgumentError, "4 local.*num_experts=3", {"num_experts": 3}),

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import fp4lt
 from fp4lt import _C
-from fp4lt._interop import DTYPES as TYPES, address
+from fp4lt._interop import DTYPES as TYPES, address, expert_parameter
 from fp4lt.backends import cpu
 from fp4lt.problem import ACTIVATIONS, ORDERS
 from fp4lt.testing import bounds, cases
@@ -118,10 +118,7 @@ def test_biases_of_any_float_type_are_kept_as_float32(dtype: torch.dtype) -> Non
 )
 def test_swiglu_defaults(activation: str, want: tuple[float | None, ...]) -> None:
     case = make(f"{activation} k1")
-    got = case.weights.swiglu()
-    assert [None if v is None else v.item() for v in got] == [
-        None if v is None else np.float32(v).item() for v in want
-    ]
+    assert case.weights.swiglu() == want
     given = dict(zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), want, strict=True))
     same(case.with_weights(**given).run(), case.run())
     each = {k: None if v is None else torch.full((4,), v) for k, v in given.items()}
@@ -271,21 +268,17 @@ def activate(
     """The CPU backend's own stage with alpha 1, beta 0 and no limit."""
     rows, n = h.shape
     out = torch.empty(rows, n if order is None else n // 2, dtype=dtype)
-    one, zero = torch.ones(()), torch.zeros(())
     expert = torch.zeros(rows, dtype=torch.int64)
     _C.activate(
         h=address(h),
         rows=rows,
         n=n,
-        order=cpu._ORDERS[order],
-        kind=cpu._ACTIVATIONS[name],
+        order=cpu.GATE_ORDERS[order],
+        kind=cpu.ACTIVATION_KINDS[name],
         row_expert=address(expert),
-        alpha=address(one),
-        alpha_stride=0,
-        beta=address(zero),
-        beta_stride=0,
-        limit=0,
-        limit_stride=0,
+        alpha=expert_parameter(1.0),
+        beta=expert_parameter(0.0),
+        limit=None,
         out=address(out),
         out_type=TYPES[dtype],
         threads=2,

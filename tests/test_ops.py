@@ -1,19 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.ops.fp4lt, and the API under torch.compile, torch.export and fake tensors."""
+"""torch.ops.fp4lt: opcheck, direct calls, fake tensors and recording."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
+from ops_cases import (
+    BF16_HIDDEN,
+    EXTRAS,
+    OFFS,
+    X_ROWS,
+    E,
+    H,
+    K,
+    M,
+    N,
+    T,
+    W,
+    X,
+    assert_same,
+    dense_weights,
+    full_weights,
+    multiply,
+    offsets,
+    packed,
+    parts,
+    rand,
+    rate,
+    routing,
+)
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4lt
@@ -21,97 +42,7 @@ import fp4lt.gemm
 from fp4lt import MoEWeights, NVFP4Tensor
 from fp4lt.errors import ArgumentError, DTypeError, ShapeError
 
-# Inductor imports what torch itself has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is:DeprecationWarning")
-
 OPS = torch.ops.fp4lt
-E, N, K, M = 3, 40, 64, 7
-H, INTER, T = 64, 32, 5
-VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-
-
-def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def rate(*shape: int) -> torch.Tensor:
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(9)) + 0.5
-
-
-def offsets(*ends: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.tensor(ends, dtype=dtype)
-
-
-def packed(*shape: int, seed: int = 1) -> NVFP4Tensor:
-    return fp4lt.quantize(rand(*shape, seed=seed))
-
-
-def routing(tokens: int = T, top_k: int = 2, experts: int = 5) -> dict[str, torch.Tensor]:
-    g = torch.Generator().manual_seed(tokens)
-    return {
-        "topk_weights": torch.rand(tokens, top_k, generator=g),
-        "topk_ids": torch.randint(-1, experts, (tokens, top_k), generator=g),
-    }
-
-
-def full_weights() -> MoEWeights:
-    """Every optional part given."""
-    return MoEWeights(
-        packed(E, 2 * INTER, H),
-        packed(E, H, INTER, seed=2),
-        order="up_gate",
-        activation="swigluoai",
-        gate_up_scales=rate(E, 2),
-        w13_bias=rand(E, 2 * INTER),
-        w2_bias=rand(E, H),
-        a1_scale=rate(E) / 100,
-        a2_scale=0.02,
-        swiglu_alpha=1.5,
-        swiglu_beta=rate(E),
-        swiglu_limit=5.0,
-        expert_start=1,
-        num_experts=5,
-    )
-
-
-def dense_weights() -> MoEWeights:
-    w13, w2 = rand(E, INTER, H).bfloat16(), rand(E, H, INTER).bfloat16()
-    return MoEWeights(w13, w2, order=None, activation="relu2")
-
-
-def parts(x: NVFP4Tensor | torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """As operators take it; bytes, since opcheck's schema test cannot compare float8."""
-    if isinstance(x, torch.Tensor):
-        return x, None, None
-    return x.codes, x.scales.view(torch.uint8), x.global_scale
-
-
-def assert_same(got: Any, want: Any) -> None:
-    """The same structure, types and strides, and the same bytes."""
-    found, structure = pytree.tree_flatten(got)
-    expected, wanted = pytree.tree_flatten(want)
-    assert structure == wanted
-    for a, b in zip(found, expected, strict=True):
-        assert (a is None) == (b is None)
-        if b is not None:
-            assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-            raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-            assert torch.equal(*raw)
-
-
-def assert_compiles(
-    function: Callable[..., Any], *arguments: Any, backend: str = "aot_eager", **options: Any
-) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, backend=backend, **options)
-    assert_same(compiled(*arguments), function(*arguments))
-
-
-W = packed(E, N, K)
-X = rand(M, K)
-X_ROWS = fp4lt.quantize(X, global_scale="row")
-OFFS = offsets(2, 2, M)
-EXTRAS = (rand(E, N, dtype=torch.float16), rate(E), rate(()) / 100)
 
 
 def moe_arguments(hidden: torch.Tensor, weights: MoEWeights, **options: Any) -> tuple[Any, ...]:
@@ -121,14 +52,19 @@ def moe_arguments(hidden: torch.Tensor, weights: MoEWeights, **options: Any) -> 
     static = (weights.order, weights.activation, weights.expert_start, weights.num_experts)
     operands = (*parts(weights.w13), *parts(weights.w2), *route.values())
     rest = ("recipe", "router_weight_on_input")
-    return (hidden, *operands, *small, *static, *(options[name] for name in rest if name in options))
+    return (
+        hidden,
+        *operands,
+        *small,
+        *static,
+        *(options[name] for name in rest if name in options),
+    )
 
 
-BF16_HIDDEN = rand(T, H, dtype=torch.bfloat16)
 GROUPED: dict[str, tuple[Any, ...]] = {
     "dense": (*parts(X), *parts(W), OFFS),
     "strided": (*parts(rand(M, 2 * K)[:, :K]), *parts(W), OFFS.long()),
-    "nvfp4": (*parts(X_ROWS), *parts(W), OFFS, None, rate(()), None, "w4a4", torch.float16),
+    "nvfp4": (*parts(X_ROWS), *parts(W), OFFS, None, rate(), None, "w4a4", torch.float16),
     "nvfp4, one scale": (*parts(packed(M, K)), *parts(W), OFFS),
     "everything": (*parts(X), *parts(W), OFFS, *EXTRAS, "w4a4", torch.bfloat16, "cpu"),
     "w4a16": (*parts(X.bfloat16()), *parts(W), OFFS, None, None, None, "w4a16"),
@@ -148,7 +84,7 @@ CODEC: dict[str, tuple[Any, ...]] = {
     "quantize matrix": (X,),
     "quantize stack": (rand(E, N, K, dtype=torch.float16),),
     "quantize rows": (rand(M, 2 * K, dtype=torch.bfloat16)[:, K:], None, True),
-    "quantize shared": (X, rate(())),
+    "quantize shared": (X, rate()),
     "quantize given": (rand(E, N, K), rate(E)),
     "quantize nothing": (X[:0], None, True),
     "dequantize stack": (*parts(W), torch.bfloat16),
@@ -168,12 +104,12 @@ def test_opcheck(op: str, name: str, arguments: tuple[Any, ...]) -> None:
     if op not in ("grouped_mm", "moe"):
         return
     want = getattr(OPS, op)(*arguments)
-    out = torch.full((want.shape[0], want.shape[1] + 3), 7.0, dtype=want.dtype)[:, :-3]
+    room = torch.full((want.shape[0], want.shape[1] + 3), 7.0, dtype=want.dtype)
+    out = room[:, :-3]
     opcheck(getattr(OPS, f"{op}_out").default, (out, *arguments))
     getattr(OPS, f"{op}_out")(out, *arguments)
-    assert_same(out.contiguous(), want)
-    full = out.as_strided((*out.shape[:1], 3), out.stride(), out.shape[1]) if len(out) else out
-    assert bool((full == 7).all()), "wrote beyond out"
+    assert_same(out.clone(memory_format=torch.contiguous_format), want)
+    assert bool((room[:, -3:] == 7).all()), "wrote beyond out"
 
 
 def test_opcheck_of_float8_scales() -> None:
@@ -183,46 +119,80 @@ def test_opcheck_of_float8_scales() -> None:
     assert_same(OPS.grouped_mm(*parts(X), *scales, OFFS), fp4lt.grouped_mm(X, W.mT, offs=OFFS))
 
 
-def grouped(a: Any, w: Any, offs: torch.Tensor, **options: Any) -> Callable[..., Any]:
-    return lambda a, w, offs: fp4lt.grouped_mm(a, w.mT, offs=offs, **options)
+def test_fake_tensors() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(M, K, dtype=torch.float16)
+        q = fp4lt.quantize(x, global_scale="row")
+        assert (q.shape, tuple(q.scales.shape)) == ((M, K), (128, 4))
+        y = fp4lt.grouped_mm(x, W.mT, offs=OFFS)
+        assert (tuple(y.shape), y.dtype) == ((M, N), torch.float16)
+        NVFP4Tensor(q.codes, q.scales, q.global_scale)
+    with pytest.raises(ShapeError, match="K=64 but weights have K=128"):
+        fp4lt.grouped_mm(x, packed(E, N, 2 * K).mT, offs=OFFS)
 
 
-FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "grouped_mm": (lambda a, w, offs: fp4lt.grouped_mm(a, w.mT, offs=offs), (X, W, OFFS)),
-    "of nvfp4": (lambda a, w, offs: fp4lt.grouped_mm(a, w.mT, offs=offs), (X_ROWS, W, OFFS)),
-    "of plain": (
-        lambda a, w, offs: fp4lt.grouped_mm(a, w.mT, offs=offs),
-        (X.half(), rand(E, N, K).half(), OFFS),
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_recording_bakes_nothing_in(mode: Literal["real", "fake", "symbolic"]) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return fp4lt.quantize(x).mT.dequantize(torch.bfloat16)
+
+    graph = make_fx(function, tracing_mode=mode)(rand(E, N, K, seed=1))
+    assert_same(graph(rand(E, N, K, seed=2)), function(rand(E, N, K, seed=2)))
+
+
+def test_dispatch_modes_see_operators_and_eager_calls_have_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+
+    class Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Spy():  # type: ignore[no-untyped-call]
+        got = multiply(X, W, OFFS)
+    assert "fp4lt.grouped_mm.default" in seen
+    monkeypatch.setattr(fp4lt.gemm, "_record", None)
+    assert_same(got, multiply(X, W, OFFS))
+
+
+# Operators may be called directly, so they trust nothing.
+DIRECT_ERRORS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "half an operand": (
+        ArgumentError,
+        "needs codes, scales and global scale",
+        lambda: OPS.grouped_mm(X, None, None, W.codes, W.scales, None, OFFS),
     ),
-    "options": (
-        lambda a, w, offs, bias: fp4lt.grouped_mm(
-            a, w, offs=offs, bias=bias, alpha=1.5, a_scale=0.01, out_dtype=torch.float16
-        ),
-        (X, W.mT, OFFS, EXTRAS[0]),
+    "scales of fewer rows": (
+        ShapeError,
+        "need tiled scales",
+        lambda: OPS.dequantize(W.codes, W.scales[:, :64], W.global_scale, torch.float32),
     ),
-    "closure": (lambda a: fp4lt.grouped_mm(a + 1, W.mT, offs=OFFS) * 2, (X,)),
-    "quantize": (lambda x: fp4lt.quantize(x), (X,)),
-    "quantize, given": (lambda x: fp4lt.quantize(x, global_scale=0.25), (rand(E, N, K),)),
-    "round trip": (lambda x: fp4lt.quantize(x).mT.dequantize(torch.bfloat16), (rand(E, N, K),)),
-    "dequantize": (lambda w: fp4lt.dequantize(w), (X_ROWS,)),
-    "an expert": (lambda w: (w[1], w[1:], w[-1].dequantize(), w.codes.new_empty(w.shape)), (W,)),
-    "chain": (
-        lambda x, w, offs: fp4lt.grouped_mm(
-            fp4lt.quantize(x, global_scale="row"), fp4lt.quantize(w).mT, offs=offs
-        ),
-        (X, rand(E, N, K), OFFS),
+    "codes of another type": (
+        DTypeError,
+        "codes is int8",
+        lambda: OPS.dequantize(W.codes.view(torch.int8), W.scales, W.global_scale, torch.float32),
     ),
-    "constructor": (
-        lambda w: NVFP4Tensor(w.codes ^ 8, w.scales, w.global_scale * 2).dequantize(),
-        (W,),
+    "two kinds of scale": (
+        ArgumentError,
+        "per_row",
+        lambda: OPS.quantize(X, rate(M), True),
     ),
-    "map": (lambda w: pytree.tree_map(lambda t: t.clone(), w), (W,)),
+    "a gradient": (
+        ArgumentError,
+        "requires grad",
+        lambda: OPS.grouped_mm(*parts(X.clone().requires_grad_()), *parts(W), OFFS),
+    ),
+    "no order": (ArgumentError, "order=None", lambda: OPS.moe(*MOE["everything"][:17])),
 }
 
 
-@pytest.mark.parametrize(("function", "arguments"), FUNCTIONS.values(), ids=FUNCTIONS)
-def test_compiled_is_eager(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    if function is FUNCTIONS["an expert"][0]:
-        inner = function
-        function = lambda w: inner(w)[:3]  # noqa: E731 - the last is uninitialised
-    assert_compiles(function, *arguments)
+@pytest.mark.parametrize(("error", "words", "call"), DIRECT_ERRORS.values(), ids=DIRECT_ERRORS)
+def test_errors_of_direct_calls(
+    error: type[Exception], words: str, call: Callable[[], Any]
+) -> None:
+    with pytest.raises(error, match=words):
+        call()

@@ -74,6 +74,8 @@ void bind_fused(py::module_& m) {
   m.attr("ROW_BLOCK_BYTES") = sizeof(cuda::RowBlock);
   m.def("row_block_size", &cuda::row_block_size, py::arg("rows"), py::arg("experts"),
         "Rows of a work list's entries.");
+  m.def("expected_row_blocks", &cuda::expected_row_blocks, py::arg("rows"), py::arg("experts"),
+        py::arg("block_rows"), "Entries that a work list is likely to have.");
   m.def("max_row_blocks", &cuda::max_row_blocks, py::arg("rows"), py::arg("experts"),
         py::arg("block_rows"), "Entries that a work list needs room for.");
   m.def("fused_depth", &cuda::fused_depth, py::arg("k"),
@@ -106,25 +108,27 @@ void bind_fused(py::module_& m) {
       py::arg("device"), py::arg("stream"), ReleaseGil(), "The work list of sorted rows.");
   m.def(
       "cuda_fused_gemm",
-      [](int64_t n, int64_t k, uintptr_t blocks, uintptr_t block_count, int block_rows, uintptr_t a,
-         DType a_type, uintptr_t row_index, uintptr_t a_global, const Nvfp4View& b, uintptr_t alpha,
-         int64_t alpha_expert_stride, GateOrder order, uintptr_t bias, int64_t bias_expert_stride,
-         uintptr_t out, DType out_type, int64_t out_row_stride, int device, uintptr_t stream) {
+      [](int64_t n, int64_t k, uintptr_t blocks, uintptr_t block_count, int block_rows,
+         int64_t expected_blocks, uintptr_t a, DType a_type, uintptr_t row_index,
+         uintptr_t a_global, const Nvfp4View& b, uintptr_t alpha, int64_t alpha_expert_stride,
+         GateOrder order, uintptr_t bias, int64_t bias_expert_stride, uintptr_t out, DType out_type,
+         int64_t out_row_stride, int device, uintptr_t stream) {
         cuda::fused_gemm(
             device,
             {n, k, pointer<const cuda::RowBlock>(blocks), pointer<const int>(block_count),
-             block_rows, pointer<const void>(a), a_type, pointer<const int>(row_index),
-             pointer<const float>(a_global), b, pointer<const float>(alpha), alpha_expert_stride,
-             order, pointer<const float>(bias), bias_expert_stride, pointer<void>(out), out_type,
-             out_row_stride},
+             block_rows, expected_blocks, pointer<const void>(a), a_type,
+             pointer<const int>(row_index), pointer<const float>(a_global), b,
+             pointer<const float>(alpha), alpha_expert_stride, order, pointer<const float>(bias),
+             bias_expert_stride, pointer<void>(out), out_type, out_row_stride},
             stream_of(stream));
       },
       py::kw_only(), py::arg("n"), py::arg("k"), py::arg("blocks"), py::arg("block_count"),
-      py::arg("block_rows"), py::arg("a"), py::arg("a_type"), py::arg("row_index"),
-      py::arg("a_global"), py::arg("b"), py::arg("alpha"), py::arg("alpha_expert_stride"),
-      py::arg("order"), py::arg("bias"), py::arg("bias_expert_stride"), py::arg("out"),
-      py::arg("out_type"), py::arg("out_row_stride"), py::arg("device"), py::arg("stream"),
-      ReleaseGil(), "The fused grouped GEMM over a work list.");
+      py::arg("block_rows"), py::arg("expected_blocks"), py::arg("a"), py::arg("a_type"),
+      py::arg("row_index"), py::arg("a_global"), py::arg("b"), py::arg("alpha"),
+      py::arg("alpha_expert_stride"), py::arg("order"), py::arg("bias"),
+      py::arg("bias_expert_stride"), py::arg("out"), py::arg("out_type"), py::arg("out_row_stride"),
+      py::arg("device"), py::arg("stream"), ReleaseGil(),
+      "The fused grouped GEMM over a work list.");
 }
 
 void bind_cuda_moe(py::module_& m) {

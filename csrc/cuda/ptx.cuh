@@ -20,6 +20,11 @@ __device__ __forceinline__ void copy_async16(uint32_t to, const void* from, int 
                "r"(valid));
 }
 
+// The same without a mask.
+__device__ __forceinline__ void copy_async16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
+
 // The same for 8 bytes and addresses that are multiples of 8.
 __device__ __forceinline__ void copy_async8(uint32_t to, const void* from, int valid) {
   asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;" ::"r"(to), "l"(from),

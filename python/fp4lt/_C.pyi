@@ -46,6 +46,7 @@ __all__: list[str] = [
     "cuda_tile_scales",
     "cuda_untile_scales",
     "dequantize",
+    "expected_row_blocks",
     "fused_depth",
     "grouped_gemm",
     "max_row_blocks",
@@ -280,6 +281,7 @@ def cuda_fused_gemm(
     blocks: typing.SupportsInt | typing.SupportsIndex,
     block_count: typing.SupportsInt | typing.SupportsIndex,
     block_rows: typing.SupportsInt | typing.SupportsIndex,
+    expected_blocks: typing.SupportsInt | typing.SupportsIndex,
     a: typing.SupportsInt | typing.SupportsIndex,
     a_type: DType,
     row_index: typing.SupportsInt | typing.SupportsIndex,
@@ -445,6 +447,15 @@ def dequantize(
 ) -> None:
     """
     The inverse of quantize.
+    """
+
+def expected_row_blocks(
+    rows: typing.SupportsInt | typing.SupportsIndex,
+    experts: typing.SupportsInt | typing.SupportsIndex,
+    block_rows: typing.SupportsInt | typing.SupportsIndex,
+) -> int:
+    """
+    Entries that a work list is likely to have.
     """
 
 def fused_depth(k: typing.SupportsInt | typing.SupportsIndex) -> int:

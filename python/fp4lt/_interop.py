@@ -32,7 +32,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def address(t: torch.Tensor | None) -> int:
     """Address of the first element; 0 for None."""
-    return 0 if t is None else t.data_ptr()
+    if t is None:
+        return 0
+    if t.is_neg():
+        raise LayoutError(
+            f"a tensor of shape {tuple(t.shape)} is a lazily negated view, whose memory holds the "
+            "values with the other sign: call .resolve_neg()"
+        )
+    return t.data_ptr()
 
 
 def threads() -> int:
@@ -114,7 +121,7 @@ def row_strides(what: str, t: torch.Tensor) -> tuple[int, int]:
     LayoutError
         If the last dimension is strided.
     """
-    if t.stride(-1) != 1 and t.numel():
+    if t.stride(-1) != 1 and t.shape[-1] > 1 and t.numel():
         raise LayoutError(
             f"{what} has shape {tuple(t.shape)} and strides {t.stride()}; its last dimension must "
             "be contiguous (stride 1): call .contiguous()"
@@ -151,9 +158,26 @@ def expert_parameter(value: torch.Tensor | float) -> _C.ExpertParameter:
     return _C.ExpertParameter(values=address(value), stride=stride, shared=0.0)
 
 
+def require_tensor(what: str, value: object) -> None:
+    """Refuse what is no tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(f"{what} is a {type(value).__name__}; a torch.Tensor is needed")
+
+
 def _extent(t: torch.Tensor) -> tuple[int, int]:
     last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+
+def _side_by_side(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two matrices with rows of one length in memory keep to columns of their own."""
+    if a.ndim != 2 or b.ndim != 2 or a.element_size() != b.element_size():
+        return False
+    stride, width = a.stride(0), a.element_size()
+    if stride != b.stride(0) or a.stride(1) != 1 or b.stride(1) != 1:
+        return False
+    apart = (b.data_ptr() - a.data_ptr()) % (stride * width)
+    return a.shape[1] * width <= apart <= (stride - b.shape[1]) * width
 
 
 def require_no_overlap(out: torch.Tensor, *inputs: torch.Tensor | None) -> None:
@@ -169,7 +193,7 @@ def require_no_overlap(out: torch.Tensor, *inputs: torch.Tensor | None) -> None:
         if t is None or t.numel() == 0 or t.device != out.device:
             continue
         first, last = _extent(t)
-        if first < end and start < last:
+        if first < end and start < last and not _side_by_side(out, t):
             raise LayoutError(
                 "out= overlaps an input in memory; results would depend on the order of writes: "
                 "pass a buffer of its own"

@@ -10,12 +10,20 @@ from typing import Any
 import torch
 
 from fp4lt._interop import dtype_name, require_dtype, require_no_grad, row_strides, tracing
+from fp4lt.arguments import check_out, parts_of, require_device, tensors_of
 from fp4lt.codec import FLOATS
 from fp4lt.errors import ArgumentError, DTypeError, ShapeError
 from fp4lt.experts import MoEWeights
-from fp4lt.gemm import check_out, parts_of, require_device, tensors_of
 from fp4lt.plan import Plan
-from fp4lt.problem import MoECall, MoEProblem, MoETrace, Recipe, check_recipe, format_name
+from fp4lt.problem import (
+    MoECall,
+    MoEProblem,
+    MoETrace,
+    Recipe,
+    check_backend,
+    check_recipe,
+    format_name,
+)
 
 _IDS = (torch.int32, torch.int64)
 _FIELDS = tuple(f.name for f in fields(MoEProblem))
@@ -98,6 +106,9 @@ def plan_moe(
     Parameters and errors are those of :func:`moe`, and `top_k` is k.  Plans are cached: asking
     again for the same problem gives the same object.
     """
+    check_backend("moe", backend)
+    if not isinstance(top_k, int) or top_k < 1:
+        raise ArgumentError(f"moe: top_k={top_k!r}; it must be an integer of at least 1")
     plan = MoEPlan if tracing() else cached_plan
     return plan(_problem(hidden, weights, top_k, recipe), hidden.device, backend)
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fp4lt._interop import require_dtype, tracing
+from fp4lt._interop import require_dtype, require_tensor, tracing
+from fp4lt.arguments import check_bias, per_expert, require_device, tensors_of
 from fp4lt.codec import check_global_scale
 from fp4lt.errors import ArgumentError, DTypeError, LayoutError, ShapeError
 from fp4lt.formats import BLOCK
-from fp4lt.gemm import check_bias, per_expert, require_device, tensors_of
 from fp4lt.problem import ACTIVATIONS, ORDERS, Activation, Operand, Order, format_name
 from fp4lt.tensor import NVFP4Tensor
 
@@ -89,13 +89,17 @@ class MoEWeights:
             if value is not None:
                 checked = per_expert(f"MoEWeights: {name}", value, experts, device)
                 object.__setattr__(self, name, checked)
-        for name in ("a1_scale", "a2_scale", "swiglu_limit"):
+        for name in ("a1_scale", "a2_scale"):
             value = getattr(self, name)
             if value is not None:
                 shapes = ((), "shared"), ((experts,), "one per expert")
                 check_global_scale(f"MoEWeights: {name}", value, *shapes)
         self._check_swiglu()
         self._check_gate_up_scales()
+        for name in ("expert_start", "num_experts"):
+            value = getattr(self, name)
+            if not isinstance(value, int) and not (name == "num_experts" and value is None):
+                raise ArgumentError(f"MoEWeights: {name}={value!r}; it must be an integer")
         if self.num_experts is None:
             object.__setattr__(self, "num_experts", self.expert_start + experts)
         assert self.num_experts is not None
@@ -223,26 +227,30 @@ class MoEWeights:
             raise ArgumentError("MoEWeights: activation='swigluoai' needs a gate; w13 has none")
 
     def _check_swiglu(self) -> None:
-        for name in ("swiglu_alpha", "swiglu_beta"):
+        for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit"):
             value = getattr(self, name)
             if value is None:
                 continue
-            if self.activation not in _SWIGLU_DEFAULTS:
+            if self.activation not in _SWIGLU_DEFAULTS or not self.gated:
+                given = repr(self.activation) if self.gated else f"{self.activation!r} without gate"
                 raise ArgumentError(
-                    f"MoEWeights: {name} belongs to silu and swigluoai, not to {self.activation!r}"
+                    f"MoEWeights: {name} belongs to gated silu and swigluoai, not to {given}"
                 )
-            if name == "swiglu_beta" and not self.gated:
-                raise ArgumentError("MoEWeights: swiglu_beta is added to up, but w13 has no gate")
             if value.device.type != "cpu" or tracing(value):
                 continue
             if not bool(torch.isfinite(value).all()):
                 raise ArgumentError(f"MoEWeights: {name} is {value.tolist()}; it must be finite")
+            if name == "swiglu_limit" and not bool((value > 0).all()):
+                raise ArgumentError(
+                    f"MoEWeights: swiglu_limit is {value.tolist()}; it must be greater than 0"
+                )
 
     def _check_gate_up_scales(self) -> None:
         scales = self.gate_up_scales
         if scales is None:
             return
         what = "MoEWeights: gate_up_scales"
+        require_tensor(what, scales)
         if not self.gated:
             raise ArgumentError(f"{what} is given, but w13 has no gate; fold it into global_scale")
         require_device(what, scales, self.device)

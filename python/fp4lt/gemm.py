@@ -12,15 +12,30 @@ from fp4lt._interop import (
     dtype_name,
     require_dtype,
     require_no_grad,
-    require_no_overlap,
+    require_tensor,
     row_strides,
     tracing,
+)
+from fp4lt.arguments import (
+    check_bias,
+    check_out,
+    parts_of,
+    per_expert,
+    tensors_of,
 )
 from fp4lt.codec import FLOATS, check_global_scale
 from fp4lt.errors import ArgumentError, DeviceError, DTypeError, LayoutError, ShapeError
 from fp4lt.formats import BLOCK
 from fp4lt.plan import Plan
-from fp4lt.problem import GroupedCall, GroupedProblem, Operand, Recipe, check_recipe, format_name
+from fp4lt.problem import (
+    GroupedCall,
+    GroupedProblem,
+    Operand,
+    Recipe,
+    check_backend,
+    check_recipe,
+    format_name,
+)
 from fp4lt.tensor import NVFP4Tensor
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -102,6 +117,7 @@ def plan_grouped_mm(
     Parameters and errors are those of :func:`grouped_mm`.  Plans are cached: asking again for the
     same problem gives the same object.
     """
+    check_backend("grouped_mm", backend)
     plan = GroupedMMPlan if tracing() else cached_plan
     return plan(grouped_problem(a, b, recipe, out_dtype, out), a.device, backend)
 
@@ -114,6 +130,8 @@ def grouped_problem(
     out: torch.Tensor | None,
 ) -> GroupedProblem:
     """The problem that checked operands pose."""
+    if out is not None:
+        require_tensor("grouped_mm: out=", out)
     experts, n, k = _check_operands(a, b)
     check_recipe("grouped_mm", recipe)
     if recipe == "w4a16" and isinstance(b, NVFP4Tensor):
@@ -234,75 +252,6 @@ def _record(
 def cached_plan(problem: GroupedProblem, device: torch.device, backend: str) -> GroupedMMPlan:
     """The plan of a problem, the same object each time."""
     return GroupedMMPlan(problem, device, backend)
-
-
-def tensors_of(operand: Operand) -> tuple[torch.Tensor, ...]:
-    """The tensors an operand is made of."""
-    if isinstance(operand, NVFP4Tensor):
-        return operand.codes, operand.scales, operand.global_scale
-    return (operand,)
-
-
-def parts_of(operand: Operand) -> tuple[torch.Tensor | None, ...]:
-    """An operand as operators take it: codes, scales and global scale, or values and two Nones."""
-    parts = tensors_of(operand)
-    return parts if len(parts) == 3 else (*parts, None, None)
-
-
-def per_expert(
-    what: str, value: torch.Tensor | float, experts: int, device: torch.device
-) -> torch.Tensor:
-    """A number, () or (E,) float32 tensor as a tensor on `device`."""
-    if not isinstance(value, torch.Tensor):
-        # By a kernel: a copy from the host would wait, and could not be captured.
-        return torch.full((), float(value), dtype=torch.float32, device=device)
-    require_dtype(what, value, (torch.float32,))
-    if tuple(value.shape) not in ((), (experts,)):
-        raise ShapeError(
-            f"{what} has shape {tuple(value.shape)}; it must be () or ({experts},), one per expert"
-        )
-    require_device(what, value, device)
-    return value.contiguous()
-
-
-def require_device(what: str, t: torch.Tensor, device: torch.device) -> None:
-    """Refuse a tensor that is not on `device`."""
-    if t.device != device:
-        raise DeviceError(f"{what} is on {t.device}, but the activations are on {device}")
-
-
-def check_bias(
-    what: str, bias: torch.Tensor, experts: int, n: int, device: torch.device
-) -> torch.Tensor:
-    """A bias (E, n) in any of the float dtypes as float32 with contiguous rows."""
-    require_dtype(what, bias, FLOATS)
-    if tuple(bias.shape) != (experts, n):
-        raise ShapeError(
-            f"{what} has shape {tuple(bias.shape)}; it must be ({experts}, {n}), a row per expert"
-        )
-    require_device(what, bias, device)
-    require_no_grad(what, bias)
-    return bias.detach().to(torch.float32).contiguous()
-
-
-def check_out(
-    what: str,
-    out: torch.Tensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    inputs: tuple[torch.Tensor | None, ...],
-) -> None:
-    """Refuse an ``out=`` of another shape, dtype, device or column stride, or one that overlaps."""
-    if tuple(out.shape) != shape:
-        raise ShapeError(f"{what}: out= has shape {tuple(out.shape)}; it must be {shape}")
-    if out.dtype != dtype:
-        raise DTypeError(
-            f"{what}: out= is {dtype_name(out.dtype)}, but the result is {dtype_name(dtype)}"
-        )
-    require_device(f"{what}: out=", out, device)
-    row_strides(f"{what}: out=", out)
-    require_no_overlap(out, *inputs)
 
 
 def _check_types(a: Operand, b: Operand) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from fp4lt.block import cached_plan as moe_plan, moe_call, moe_problem
 from fp4lt.codec import check_source, check_target, dequantize_parts, quantize_parts
@@ -228,13 +229,13 @@ def _check_one_scale(global_scale: torch.Tensor | None, per_row: bool) -> None:
         raise ArgumentError("torch.ops.fp4lt.quantize: per_row derives scales; give it none")
 
 
-def _register() -> torch.library.Library:
-    # Not torch.library.custom_op, which takes ten times as long at import.
-    library = torch.library.Library("fp4lt", "DEF")
+def _register() -> Any:
+    # Not torch.library.custom_op, which takes twice as long at import.
+    library: Any = torch.library.Library("fp4lt", "DEF")  # type: ignore[no-untyped-call]
     for name, schema in _SCHEMAS.items():
         real, fake = globals()[f"_{name}"], globals()[f"_fake_{name}"]
         library.define(name + schema, tags=_TAGS)
-        library.impl(name, torch._disable_dynamo(real), "CompositeExplicitAutograd")
+        library.impl(name, _disable_dynamo(real), "CompositeExplicitAutograd")
         torch.library.register_fake(f"fp4lt::{name}", fake, lib=library)
     return library
 

@@ -38,6 +38,12 @@ def check_recipe(what: str, recipe: str) -> None:
         raise ArgumentError(f"{what}: recipe={recipe!r}; it must be one of {RECIPES}")
 
 
+def check_backend(what: str, backend: str) -> None:
+    """Refuse a backend that is no name; whether there is one of that name is seen later."""
+    if not isinstance(backend, str):
+        raise ArgumentError(f"{what}: backend={backend!r}; it must be 'auto' or a backend's name")
+
+
 @dataclass(frozen=True)
 class GroupedProblem:
     """A grouped GEMM without its rows: (M, K) times `experts` matrices (N, K).

@@ -1,74 +1,111 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
-#include "cuda/fused/gemm.cuh"
+#include "cuda/fused/gemm.h"
+#include "cuda/fused/split.cuh"
+#include "cuda/fused/stream.cuh"
 #include "cuda/launch.h"
 
 namespace fp4lt::cuda {
 namespace {
 
-template <typename T, int NT, bool Split, bool Wide>
-void start(int device, const FusedKernelArgs& args, Stream stream) {
-  constexpr int kShared = FusedKernel<T, NT, Split>::kSharedBytes;
-  const auto kernel = fused_kernel<T, NT, Split, Wide>;
-  // Once a device: attributes and occupancy do not change.
-  static int resident[64] = {};
-  int& blocks = resident[device % 64];
+// Blocks of threads that a device runs at once; asked for once a kernel and device.
+template <auto Kernel>
+int resident_blocks(int device, int threads, int shared) {
+  static int known[64] = {};
+  int& blocks = known[device % 64];
   if (blocks == 0) {
     FP4LT_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
+        cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
     int per_multiprocessor = 0;
-    FP4LT_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel,
-                                                                   kWarps * 32, kShared));
+    FP4LT_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, Kernel,
+                                                                   threads, shared));
     blocks = std::max(per_multiprocessor, 1) * traits(device).multiprocessors;
   }
-  launch(device, kernel, dim3(static_cast<unsigned>(blocks)), dim3(kWarps * 32), kShared, stream,
-         args);
+  return blocks;
 }
 
-template <typename T, bool Wide>
-void start_rows(int device, const FusedKernelArgs& args, Stream stream) {
-  switch (args.p.block_rows) {
-    case 8:
-      return start<T, 1, true, Wide>(device, args, stream);
-    case 16:
-      return start<T, 2, true, Wide>(device, args, stream);
-    case 32:
-      return start<T, 4, false, Wide>(device, args, stream);
-    default:
-      return start<T, 8, false, Wide>(device, args, stream);
+template <typename T, int NT, bool Whole>
+void start_stream(int device, FusedKernelArgs args, Stream stream) {
+  constexpr auto kKernel = stream_kernel<T, NT, Whole>;
+  constexpr int kThreads = kStreamWarps * 32, kShared = kStreamSharedBytes<NT>;
+  args.cta_tiles = kStreamWarps;
+  const int blocks = resident_blocks<kKernel>(device, kThreads, kShared);
+  launch(device, kKernel, dim3(blocks), dim3(kThreads), kShared, stream, args);
+}
+
+template <typename T, int NT, bool Whole, int Stages>
+void start_split(int device, FusedKernelArgs args, Stream stream) {
+  constexpr auto kKernel = split_kernel<T, NT, Whole, Stages>;
+  args.cta_tiles = kSplitWarps / args.parts;
+  const int warps = args.cta_tiles * args.parts;
+  // The attribute is set for the most warps there can be.
+  constexpr int kWarpBytes = Stages * kStageBytes + 2 * kSumBytes<NT>;
+  const int blocks = resident_blocks<kKernel>(device, kSplitWarps * 32, kSplitWarps * kWarpBytes);
+  launch(device, kKernel, dim3(blocks), dim3(warps * 32), warps * kWarpBytes, stream, args);
+}
+
+// The launch depends on shapes and on a guess at the work; none of it changes a bit of the result.
+template <typename T, bool Whole>
+void start(int device, const FusedKernelArgs& args, Stream stream) {
+  const FusedGemmArgs& p = args.p;
+  const int64_t tiles = p.expected_blocks * args.tiles;
+  const int64_t multiprocessors = traits(device).multiprocessors;
+  if (p.block_rows <= 16 && args.parts > 1 && tiles < 64 * multiprocessors) {
+    // With a block or two of threads to a multiprocessor, only a deep ring keeps memory busy.
+    const bool deep = tiles * args.parts <= kSplitWarps * multiprocessors * 5 / 4;
+    if (p.block_rows == 8) {
+      return deep ? start_split<T, 1, Whole, 4>(device, args, stream)
+                  : start_split<T, 1, Whole, 2>(device, args, stream);
+    }
+    return start_split<T, 2, Whole, 2>(device, args, stream);
   }
+  switch (p.block_rows) {
+    case 8:
+      return start_stream<T, 1, Whole>(device, args, stream);
+    case 16:
+      return start_stream<T, 2, Whole>(device, args, stream);
+    case 32:
+      return start_stream<T, 4, Whole>(device, args, stream);
+    default:
+      return start_stream<T, 8, Whole>(device, args, stream);
+  }
+}
+
+template <typename T>
+void start_type(int device, const FusedKernelArgs& args, Stream stream) {
+  if (args.wide && args.p.k % kStepK == 0) {
+    start<T, true>(device, args, stream);
+  } else {
+    start<T, false>(device, args, stream);
+  }
+}
+
+bool aligned(const void* at, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(at) % bytes == 0;
 }
 
 }  // namespace
 
 void fused_gemm(int device, const FusedGemmArgs& p, Stream stream) {
-  const auto aligned = [](const void* at, uintptr_t bytes) {
-    return reinterpret_cast<uintptr_t>(at) % bytes == 0;
-  };
   FP4LT_CHECK(aligned(p.b.scales, 16) && aligned(p.b.codes, 8) && p.b.codes_expert_stride % 8 == 0,
               "fused: codes must lie at multiples of 8 bytes and scales at multiples of 16; these "
               "do not: .clone() the tensor");
-  FP4LT_CHECK(p.n * p.k / 2 < (int64_t{1} << 32), "fused: one expert has ", p.n, " x ", p.k,
-              " weights; at most 2^33 are supported");
   const DeviceGuard guard(device);
   FusedKernelArgs args{};
   args.p = p;
   args.steps = static_cast<int>(ceil_div(p.k, kStepK));
   args.parts = partitions(p.k);
-  // The last scale tile's 8-row groups count only where the first quarter reaches them.
+  // Of a ragged last scale tile, the groups of 8 rows that the first quarter still reaches.
   args.tiles =
       static_cast<int>(p.n / kTileRows * 4 + std::min<int64_t>(ceil_div(p.n % kTileRows, 8), 4));
-  args.cta_tiles = p.block_rows <= 16 ? kWarps / args.parts : kWarps;
   args.padded = padded_blocks(p.k / kBlock);
   args.row_bytes = p.k / 2;
-  const bool wide = p.k % 32 == 0 && aligned(p.b.codes, 16) && p.b.codes_expert_stride % 16 == 0;
+  args.wide = p.k % 32 == 0 && aligned(p.b.codes, 16) && p.b.codes_expert_stride % 16 == 0;
   if (p.a_type == DType::kBF16) {
-    wide ? start_rows<__nv_bfloat16, true>(device, args, stream)
-         : start_rows<__nv_bfloat16, false>(device, args, stream);
+    start_type<__nv_bfloat16>(device, args, stream);
   } else {
-    wide ? start_rows<__half, true>(device, args, stream)
-         : start_rows<__half, false>(device, args, stream);
+    start_type<__half>(device, args, stream);
   }
 }
 

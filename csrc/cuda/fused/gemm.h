@@ -14,8 +14,8 @@ constexpr int kPreparedK = 256;
 FP4LT_HD constexpr int prepared_order(int i) { return (i & 1) * 4 + i / 2; }
 
 // Ranges that the sum over K is cut into: a function of K alone, so that a row's bits do not depend
-// on how many rows come with it.
-FP4LT_HD constexpr int partitions(int64_t k) { return k >= 2048 ? 4 : k >= 1024 ? 2 : 1; }
+// on how many rows come with it.  1, 2 or 4; several have two steps of 256 each at least.
+int partitions(int64_t k);
 
 // Rows of one expert that a block of threads takes at once: the work list's entries.
 struct RowBlock {
@@ -28,6 +28,9 @@ struct RowBlock {
 // Rows of a work list's entries: 8, 16, 32 or 64.  A larger one reads the weights less often, a
 // smaller one wastes less; the choice changes no bit of the result.
 int row_block_size(int64_t rows, int64_t experts);
+
+// Entries that a work list is likely to have when `rows` are spread at random.
+int64_t expected_row_blocks(int64_t rows, int64_t experts, int block_rows);
 
 // Entries that a work list needs room for.
 int64_t max_row_blocks(int64_t rows, int64_t experts, int block_rows);
@@ -44,12 +47,13 @@ struct FusedGemmArgs {
   const RowBlock* blocks;
   const int* block_count;
   int block_rows;
-  const void* a;          // prepared; rows of round_up(k, kPreparedK)
-  DType a_type;           // kBF16 or kF16
-  const int* row_index;   // may be null: row(m) = m
-  const float* a_global;  // may be null: 1
-  Nvfp4View b;            // codes 8-byte, scales 16-byte aligned
-  const float* alpha;     // may be null
+  int64_t expected_blocks;  // a guess at *block_count, to choose the launch by
+  const void* a;            // prepared; rows of round_up(k, kPreparedK)
+  DType a_type;             // kBF16 or kF16
+  const int* row_index;     // may be null: row(m) = m
+  const float* a_global;    // may be null: 1
+  Nvfp4View b;              // codes 8-byte, scales 16-byte aligned
+  const float* alpha;       // may be null
   int64_t alpha_expert_stride;
   GateOrder order;
   const float* bias;  // may be null

@@ -22,7 +22,6 @@ from fp4lt._interop import (
     row_strides,
 )
 from fp4lt.backends.cpu import ACTIVATION_KINDS, GATE_ORDERS
-from fp4lt.codec import quantize_parts
 from fp4lt.problem import GroupedCall, GroupedProblem, MoECall, MoEProblem, MoETrace, Operand
 from fp4lt.tensor import NVFP4Tensor
 
@@ -93,11 +92,13 @@ class FusedBackend:
     def moe(self, problem: MoEProblem, call: MoECall) -> None:
         """See :class:`fp4lt.backends.base.Backend`."""
         for part in _passes(problem, call):
-            _run(problem, part)
+            run_block(problem, part)
 
     def trace_moe(self, problem: MoEProblem, call: MoECall) -> MoETrace:
         """See :class:`fp4lt.backends.base.Backend`; everything is moved to host memory."""
-        return _trace(problem, call, _run(problem, call))
+        from fp4lt.backends.fused_trace import host_trace
+
+        return host_trace(problem, call)
 
 
 class _WorkList(NamedTuple):
@@ -106,6 +107,7 @@ class _WorkList(NamedTuple):
     blocks: torch.Tensor
     length: torch.Tensor
     block_rows: int
+    expected: int
 
     @staticmethod
     def empty(rows: int, experts: int, device: torch.device) -> _WorkList:
@@ -113,7 +115,8 @@ class _WorkList(NamedTuple):
         most = _C.max_row_blocks(rows=rows, experts=experts, block_rows=block_rows)
         words = max(most, 1) * _C.ROW_BLOCK_BYTES // 4
         memory = torch.empty(words + 4, dtype=torch.int32, device=device)
-        return _WorkList(memory[4:], memory[:1], block_rows)
+        expected = _C.expected_row_blocks(rows=rows, experts=experts, block_rows=block_rows)
+        return _WorkList(memory[4:], memory[:1], block_rows, expected)
 
 
 class _Prepared(NamedTuple):
@@ -183,6 +186,7 @@ def _gemm(
         blocks=address(work.blocks),
         block_count=address(work.length),
         block_rows=work.block_rows,
+        expected_blocks=work.expected,
         a=address(a.values),
         a_type=DTYPES[a.values.dtype],
         row_index=address(row_index),
@@ -261,7 +265,7 @@ def _route(problem: MoEProblem, call: MoECall) -> _Routes:
     return _Routes(rows, token, expert, slot_row.view(ids.shape), work)
 
 
-def _run(problem: MoEProblem, call: MoECall) -> _Stages:
+def run_block(problem: MoEProblem, call: MoECall) -> _Stages:
     """The block, stage by stage, as numerics.md section 5 has it."""
     tokens, hidden = call.hidden.shape
     device = call.hidden.device
@@ -293,7 +297,7 @@ def _run(problem: MoEProblem, call: MoECall) -> _Stages:
         order=problem.order,
         bias=call.w13_bias,
     )
-    a2 = _activate(problem, call, h, routes)
+    a2 = activate(problem, call, h, routes)
     _gemm(routes.work, a2, None, call.w2, z, bias=call.w2_bias)
     weights = None if call.router_weight_on_input else call.topk_weights.contiguous()
     _C.cuda_combine(
@@ -311,13 +315,14 @@ def _run(problem: MoEProblem, call: MoECall) -> _Stages:
     return _Stages(x, routes, h, z)
 
 
-def _activate(
+def activate(
     problem: MoEProblem,
     call: MoECall,
     h: torch.Tensor,
     routes: _Routes,
     form: _C.ActivationForm | None = None,
 ) -> _Prepared:
+    """Gate and up to w2's operand, or with a `form` of the caller's to that."""
     slots, device, given = h.shape[0], h.device, call.a2_scale
     if form is None:
         form = _C.ActivationForm.ROUNDED if problem.quantizes else _C.ActivationForm.HALF
@@ -363,39 +368,3 @@ def _scale_rows(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         **cuda_launch(x.device),
     )
     return out
-
-
-def _trace(problem: MoEProblem, call: MoECall, stages: _Stages) -> MoETrace:
-    """The stages as host tensors.
-
-    The operands never exist as NVFP4 tensors in this backend; they are quantized once more here, by
-    the same arithmetic.
-    """
-    routes = stages.routes
-    rows = int(routes.rows)
-    token = routes.token[:rows].to("cpu", torch.int64)
-    expert = routes.expert[:rows].to("cpu", torch.int64)
-    h = stages.h[:rows]
-
-    def operand(x: torch.Tensor, scale: torch.Tensor | None) -> Operand:
-        if not problem.quantizes:
-            return x.to("cpu", problem.dtype)
-        on_device = expert.to(x.device)
-        if scale is not None:
-            scale = (scale[on_device] if scale.ndim else scale.expand(rows)).contiguous()
-        codes, scales, g = quantize_parts(x, "row" if scale is None else scale)
-        return NVFP4Tensor._make(codes.cpu(), scales.cpu(), g.cpu())
-
-    a1 = operand(stages.x[token.to(stages.x.device)], call.a1_scale)
-    u = _activate(problem, call, stages.h, routes, _C.ActivationForm.FLOAT).values[:rows]
-    a2 = operand(u, call.a2_scale)
-    return MoETrace(
-        token,
-        expert,
-        routes.slot_row.to("cpu", torch.int64),
-        a1,
-        h.cpu(),
-        a2,
-        stages.z[:rows].cpu(),
-        call.out.cpu(),
-    )

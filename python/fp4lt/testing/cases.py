@@ -182,7 +182,7 @@ def offsets(counts: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Te
 
 
 class Routing(NamedTuple):
-    """``topk_weights`` (T, k) float32, rows summing to about 1, and ``topk_ids`` (T, k) int32."""
+    """``topk_weights`` (T, k) float32, none of them 1, and ``topk_ids`` (T, k) int32."""
 
     topk_weights: torch.Tensor
     topk_ids: torch.Tensor
@@ -190,7 +190,8 @@ class Routing(NamedTuple):
 
 def _routing(rng: np.random.Generator, ids: npt.NDArray[np.int64]) -> Routing:
     weights = rng.uniform(0.1, 1.0, ids.shape)
-    weights /= weights.sum(axis=1, keepdims=True)
+    # Rows sum to no round number, so that a weight which is not applied shows also for top-1.
+    weights *= rng.uniform(0.4, 0.9, (len(ids), 1)) / weights.sum(axis=1, keepdims=True)
     return Routing(
         torch.from_numpy(weights.astype(np.float32)), torch.from_numpy(ids.astype(np.int32))
     )
