@@ -123,7 +123,9 @@ def test_random_inputs_stay_in_bounds(kind: str, k: int) -> None:
         options["a_scale"] = torch.tensor([0.01, 0.02, 0.03, 0.04])
     offs = cases.offsets(counts, torch.int64)
     want = oracle.grouped_mm(a, w.mT, offs=offs, bias=bias, alpha=alpha, **options)
-    moved = {n: v.cuda() if isinstance(v, torch.Tensor) else v for n, v in options.items()}
+    moved: dict[str, Any] = {
+        n: v.cuda() if isinstance(v, torch.Tensor) else v for n, v in options.items()
+    }
     for out_dtype in OUT_TYPES:
         y = fp4lt.grouped_mm(
             to_gpu(a),

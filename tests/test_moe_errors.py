@@ -104,7 +104,7 @@ BAD_WEIGHTS: Bad = {
     "learned w2_bias": (ArgumentError, "w2_bias.*requires grad", {"w2_bias": grad(E, H)}),
     "relu2: alpha of relu2": (ArgumentError, "swiglu_alpha.*'relu2'", {"swiglu_alpha": 1.5}),
     "gelu: beta of gelu": (ArgumentError, "swiglu_beta.*'gelu'", {"swiglu_beta": 1.0}),
-    "ungated: beta without gate": (
+    "ungated: beta": (
         ArgumentError,
         "swiglu_beta.*without gate",
         {"swiglu_beta": 1.0},

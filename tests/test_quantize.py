@@ -93,7 +93,7 @@ def test_tiles_and_values_of_public_libraries(name: str, kernel_table: str) -> N
 def special_values(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray[Any, Any]:
     """Random bit patterns: every exponent, denormals, infinities and NaNs; and tidy blocks."""
     bits = rng.integers(0, 2**32, shape, np.uint64).astype(np.uint32)
-    x = bits.view(np.float32).copy()
+    x: np.ndarray[Any, Any] = bits.view(np.float32).copy()
     ties = rng.choice([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.0, 0.0], shape)
     x[::3] = ties[::3].astype(np.float32)
     return x

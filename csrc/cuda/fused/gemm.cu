@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <atomic>
 
 #include "cuda/fused/gemm.h"
 #include "cuda/fused/split.cuh"
@@ -12,8 +13,8 @@ namespace {
 // Blocks of threads that a device runs at once; asked for once a kernel and device.
 template <auto Kernel>
 int resident_blocks(int device, int threads, int shared) {
-  static int known[64] = {};
-  int& blocks = known[device % 64];
+  static std::atomic<int> known[64] = {};
+  std::atomic<int>& blocks = known[device % 64];
   if (blocks == 0) {
     FP4LT_CUDA_CHECK(
         cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
@@ -34,13 +35,13 @@ void start_stream(int device, FusedKernelArgs args, Stream stream) {
   launch(device, kKernel, dim3(blocks), dim3(kThreads), kShared, stream, args);
 }
 
-template <typename T, int NT, bool Whole, int Stages>
+template <typename T, int NT, bool Whole>
 void start_split(int device, FusedKernelArgs args, Stream stream) {
-  constexpr auto kKernel = split_kernel<T, NT, Whole, Stages>;
+  constexpr auto kKernel = split_kernel<T, NT, Whole>;
   args.cta_tiles = kSplitWarps / args.parts;
   const int warps = args.cta_tiles * args.parts;
   // The attribute is set for the most warps there can be.
-  constexpr int kWarpBytes = Stages * kStageBytes + 2 * kSumBytes<NT>;
+  constexpr int kWarpBytes = kSplitStages * kStageBytes + 2 * kSumBytes<NT>;
   const int blocks = resident_blocks<kKernel>(device, kSplitWarps * 32, kSplitWarps * kWarpBytes);
   launch(device, kKernel, dim3(blocks), dim3(warps * 32), warps * kWarpBytes, stream, args);
 }
@@ -50,15 +51,9 @@ template <typename T, bool Whole>
 void start(int device, const FusedKernelArgs& args, Stream stream) {
   const FusedGemmArgs& p = args.p;
   const int64_t tiles = p.expected_blocks * args.tiles;
-  const int64_t multiprocessors = traits(device).multiprocessors;
-  if (p.block_rows <= 16 && args.parts > 1 && tiles < 64 * multiprocessors) {
-    // With a block or two of threads to a multiprocessor, only a deep ring keeps memory busy.
-    const bool deep = tiles * args.parts <= kSplitWarps * multiprocessors * 5 / 4;
-    if (p.block_rows == 8) {
-      return deep ? start_split<T, 1, Whole, 4>(device, args, stream)
-                  : start_split<T, 1, Whole, 2>(device, args, stream);
-    }
-    return start_split<T, 2, Whole, 2>(device, args, stream);
+  if (p.block_rows <= 16 && args.parts > 1 && tiles < 64 * traits(device).multiprocessors) {
+    return p.block_rows == 8 ? start_split<T, 1, Whole>(device, args, stream)
+                             : start_split<T, 2, Whole>(device, args, stream);
   }
   switch (p.block_rows) {
     case 8:

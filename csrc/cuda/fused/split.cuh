@@ -8,19 +8,20 @@
 namespace fp4lt::cuda {
 
 constexpr int kSplitWarps = 4;
+constexpr int kSplitStages = 2;
 
 template <int NT>
 constexpr int kSumBytes = kTileN * 8 * NT * 4;  // of a warp
 
-template <typename T, int NT, bool Whole, int Stages>
-__global__ void __launch_bounds__(kSplitWarps * 32, NT == 1 && Stages == 2 ? 4 : 3)
+template <typename T, int NT, bool Whole>
+__global__ void __launch_bounds__(kSplitWarps * 32, NT == 1 ? 4 : 3)
     split_kernel(const __grid_constant__ FusedKernelArgs a) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const FusedGemmArgs& p = a.p;
   const int warps = blockDim.x / 32;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const uint32_t ring = ptx::shared_address(shared) + warp * Stages * kStageBytes + lane * 16;
-  auto* sums = reinterpret_cast<float*>(shared + warps * Stages * kStageBytes);
+  const uint32_t ring = ptx::shared_address(shared) + warp * kSplitStages * kStageBytes + lane * 16;
+  auto* sums = reinterpret_cast<float*>(shared + warps * kSplitStages * kStageBytes);
 
   ptx::wait_for_previous_kernel();
   ptx::allow_next_kernel();
@@ -30,9 +31,9 @@ __global__ void __launch_bounds__(kSplitWarps * 32, NT == 1 && Stages == 2 ? 4 :
   const int groups = (a.tiles + a.cta_tiles - 1) / a.cta_tiles;
   const Items items{static_cast<int>(blockIdx.x), *p.block_count * groups,
                     static_cast<int>(gridDim.x)};
-  Loader<Whole, Stages> loader(a, ring, sub_tile, first, end, items);
+  Loader<Whole, kSplitStages> loader(a, ring, sub_tile, first, end, items);
 #pragma unroll
-  for (int i = 0; i < Stages - 1; ++i) {
+  for (int i = 0; i < kSplitStages - 1; ++i) {
     loader.load();
     ptx::copy_commit();
   }
@@ -58,9 +59,9 @@ __global__ void __launch_bounds__(kSplitWarps * 32, NT == 1 && Stages == 2 ? 4 :
     for (int step = first; step < end; ++step) {
       loader.load();
       ptx::copy_commit();
-      ptx::copy_wait<Stages - 1>();
+      ptx::copy_wait<kSplitStages - 1>();
       const uint32_t from = ring + slot;
-      slot = slot == (Stages - 1) * kStageBytes ? 0 : slot + kStageBytes;
+      slot = slot == (kSplitStages - 1) * kStageBytes ? 0 : slot + kStageBytes;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint4 xv[NT][4];

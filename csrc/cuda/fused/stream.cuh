@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fused kernel for many tiles: a warp takes its tile's ranges of K one after the other.  The
-// warps of a block of threads work side by side on neighbouring tiles of one expert.  With more than
-// 8 rows they share the activations, which are copied to shared memory once for all of them; with
-// fewer, each reads its own from L1, and no barrier ties the warps together.
+// warps of a block of threads work side by side on neighbouring tiles of one expert.  With more
+// than 8 rows they share the activations, which are copied to shared memory once for all of them;
+// with fewer, each reads its own from L1, and no barrier ties the warps together.
 #pragma once
 
 #include "cuda/fused/tile.cuh"
