@@ -15,7 +15,7 @@ PACKAGE = ROOT / "python" / "fp4lt"
 # A module may import those of earlier lines, and those of its own folder.
 ORDER = [
     ["errors", "formats"],
-    ["_interop", "_library"],
+    ["_interop", "_library", "_build"],
     ["layout"],
     ["codec"],
     ["tensor"],

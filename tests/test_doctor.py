@@ -20,6 +20,7 @@ import torch
 import fp4lt
 from fp4lt import _C, _library, backends, doctor
 from fp4lt.__main__ import main
+from fp4lt._build import covers
 from fp4lt.errors import LibraryError
 from fp4lt.problem import GroupedProblem, MoEProblem
 
@@ -271,7 +272,7 @@ def test_device_without_code() -> None:
     ],
 )
 def test_coverage(architecture: str, capability: tuple[int, int], how: str | None) -> None:
-    assert doctor.covers(architecture, capability) == how
+    assert covers(architecture, capability) == how
 
 
 def test_missing_kernel_tables_are_errors() -> None:

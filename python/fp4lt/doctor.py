@@ -20,6 +20,7 @@ import torch
 
 import fp4lt
 from fp4lt import _C, _library, backends
+from fp4lt._build import covers
 from fp4lt.errors import Error
 from fp4lt.testing import targets
 
@@ -94,26 +95,6 @@ def kernel_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
     except OSError:
         return ""
     return match[1] if match is not None else ""
-
-
-def covers(architecture: str, capability: tuple[int, int]) -> str | None:
-    """How code for a CMake architecture such as "90a-real" or "80" runs on a device.
-
-    Returns
-    -------
-    "as built", "PTX" (compiled by the driver at first use), None, or "unknown" for a name without
-    a number, such as "native"
-    """
-    match = re.fullmatch(r"(\d+)(\d)([af]?)(?:-(real|virtual))?", architecture)
-    if match is None:
-        return "unknown"
-    built, suffix, kind = (int(match[1]), int(match[2])), match[3], match[4]
-    same_major = built[0] == capability[0] and built[1] <= capability[1]
-    runs = {"a": built == capability, "f": same_major, "": same_major}[suffix]
-    if runs and kind != "virtual":
-        return "as built"
-    runs_ptx = runs if suffix else built <= capability
-    return "PTX" if runs_ptx and kind != "real" else None
 
 
 def check_tables(tables: list[str], flags: list[str]) -> list[str]:

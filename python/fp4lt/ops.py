@@ -231,7 +231,7 @@ def _check_one_scale(global_scale: torch.Tensor | None, per_row: bool) -> None:
 
 def _register() -> Any:
     # Not torch.library.custom_op, which takes twice as long at import.
-    library: Any = torch.library.Library("fp4lt", "DEF")  # type: ignore[no-untyped-call]
+    library: Any = torch.library.Library("fp4lt", "DEF")
     for name, schema in _SCHEMAS.items():
         real, fake = globals()[f"_{name}"], globals()[f"_fake_{name}"]
         library.define(name + schema, tags=_TAGS)

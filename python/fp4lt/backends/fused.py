@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fp4lt import _C
+from fp4lt._build import has_code_for
 from fp4lt._interop import (
     DTYPES,
     address,
@@ -52,6 +53,12 @@ class FusedBackend:
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
             return f"it needs compute capability 8.0 or later, and {device} has {major}.{minor}"
+        if not has_code_for((major, minor)):
+            return (
+                f"this build has code for {_C.cuda_architectures()}, and {device} has compute "
+                f"capability {major}.{minor}; reinstall with "
+                f"-Ccmake.define.CMAKE_CUDA_ARCHITECTURES={major}{minor}"
+            )
         weights = problem.b_format if isinstance(problem, GroupedProblem) else problem.w_format
         if weights != "nvfp4":
             return f"it multiplies NVFP4 weights, and these are {weights}"
