@@ -16,6 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks import timing
+from fp4lt import _C
+from fp4lt._interop import address, cuda_launch
+
 FALLBACK_LLC = 64 * 2**20
 _CACHE_ROOT = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -109,3 +113,29 @@ def compute(*, quick: bool = False) -> Ceiling:
         name = str(dtype).removeprefix("torch.")
         candidates[f"torch.mm {name} {n}^3"] = 2 * n**3 / seconds
     return Ceiling.best(candidates)
+
+
+def _device_seconds(call: Callable[[], object], repeats: int) -> float:
+    return min([timing.event_seconds(call) for _ in range(repeats + 2)][2:])
+
+
+def cuda_read_bandwidth(device: torch.device, *, quick: bool = False) -> Ceiling:
+    """Bytes per second of a kernel that reads 4 GiB once and does nothing else."""
+    size = 2**32
+    buffer = torch.ones(size // 4, dtype=torch.int32, device=device)
+    sink = torch.zeros(1, dtype=torch.int32, device=device)
+    places = {"data": address(buffer), "sink": address(sink), "bytes": size}
+
+    def read() -> None:
+        _C.cuda_read_memory(**places, **cuda_launch(device))
+
+    seconds = _device_seconds(read, 3 if quick else 10)
+    return Ceiling.best({"reading 4 GiB": size / seconds})
+
+
+def cuda_compute(device: torch.device, *, quick: bool = False) -> Ceiling:
+    """Floating-point operations per second of a square bf16 torch.mm."""
+    n = 8192
+    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device) for _ in range(2))
+    seconds = _device_seconds(lambda: torch.mm(a, b), 3 if quick else 10)
+    return Ceiling.best({f"torch.mm bfloat16 {n}^3": 2 * n**3 / seconds})

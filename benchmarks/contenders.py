@@ -3,20 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 
 import fp4lt
+from benchmarks import torch_loops
 from benchmarks.accounting import WeightFormat, weight_bytes
-from benchmarks.layers import Batch, GemmBatch, GemmLayer, Layer, MoEBatch, MoELayer
+from benchmarks.layers import Batch, GemmBatch, GemmLayer, Layer, MoEBatch
+from benchmarks.torch_loops import Runner
 from fp4lt.backends import BACKENDS
+
+__all__ = ["Absent", "Contender", "Fp4lt", "Grouped", "Recipe", "Runner", "Torch", "contenders"]
 
 Recipe = Literal["w4a4", "w4a16"]
 RECIPES: tuple[Recipe, ...] = ("w4a4", "w4a16")
-Runner = Callable[[Batch], torch.Tensor]
 
 # Norm-wise relative error against the float64 reference of the same recipe, bf16 output.
 FP4LT_LIMITS: dict[Recipe, float] = {"w4a4": 2.5e-3, "w4a16": 3e-3}
@@ -90,25 +93,29 @@ class Fp4lt:
 
     def prepare(self, layer: Layer) -> Runner:
         if isinstance(layer, GemmLayer):
-            matrix = layer.weights.mT
+            matrices = [weights.mT for weights in layer.copies]
 
             def gemm(batch: Batch) -> torch.Tensor:
                 assert isinstance(batch, GemmBatch)
                 return fp4lt.grouped_mm(
-                    batch.x, matrix, offs=batch.offs, recipe=self.recipe, backend=self.backend
+                    batch.x,
+                    matrices[batch.copy],
+                    offs=batch.offs,
+                    recipe=self.recipe,
+                    backend=self.backend,
                 )
 
             return gemm
-        weights = layer.weights
 
         def block(batch: Batch) -> torch.Tensor:
             assert isinstance(batch, MoEBatch)
             return fp4lt.moe(
                 batch.x,
-                weights,
+                layer.copies[batch.copy],
                 topk_weights=batch.routing.weights,
                 topk_ids=batch.routing.ids,
                 recipe=self.recipe,
+                router_weight_on_input=layer.router_weight_on_input,
                 backend=self.backend,
             )
 
@@ -145,107 +152,66 @@ class Torch:
         return "bf16" if self.dtype == torch.bfloat16 else "fp32"
 
     def refusal(self, layer: Layer) -> str | None:
-        if isinstance(layer, MoELayer) and (reason := _unsupported(layer.weights)):
-            return reason
-        if self.ahead:
-            elements = layer.experts * sum(n * k for n, k in layer.gemms)
-            need = weight_bytes(elements, self.weight_format)
-            if need > self.memory_budget:
-                return (
-                    f"its weights need {need / 2**30:.1f} GiB, the budget is "
-                    f"{self.memory_budget / 2**30:.1f} GiB; use --experts or --memory-budget"
-                )
-        return None
+        if self.dtype == torch.float32 and layer.device.type != "cpu":
+            return "fp32 weights are raced on a CPU only"
+        return _over_budget(layer, self.weight_format, self.memory_budget) if self.ahead else None
 
     def prepare(self, layer: Layer) -> Runner:
-        def expand(expert: int) -> tuple[torch.Tensor, ...]:
-            return dense(layer, expert, self.dtype)
-
-        matrices: Callable[[int], tuple[torch.Tensor, ...]] = expand
-        if self.ahead:
-            matrices = [expand(e) for e in range(layer.experts)].__getitem__
-        if isinstance(layer, GemmLayer):
-            return lambda batch: _loop_gemm(batch, matrices, self.dtype)
-        order = layer.weights.order
-        return lambda batch: _loop_moe(batch, matrices, self.dtype, order)
-
-
-def _unsupported(weights: fp4lt.MoEWeights) -> str | None:
-    if not weights.gated or weights.activation != "silu":
-        return f"the torch loop has gated silu only, not {weights.activation}"
-    extras = ("w13_bias", "w2_bias", "swiglu_alpha", "swiglu_beta", "swiglu_limit")
-    given = [name for name in extras if getattr(weights, name) is not None]
-    return f"the torch loop has no {', '.join(given)}" if given else None
+        if not self.ahead:
+            return torch_loops.loop(
+                layer,
+                lambda copy, expert: torch_loops.dense(layer, copy, expert, self.dtype),
+                self.dtype,
+            )
+        copies = _expand(layer, self.dtype, self.memory_budget)
+        return torch_loops.loop(
+            layer,
+            lambda copy, expert: tuple(stack[expert] for stack in copies[copy % len(copies)]),
+            self.dtype,
+        )
 
 
-def dense(layer: Layer, expert: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Expand one expert's matrices, (N, K) each, global scales included."""
-    if isinstance(layer, GemmLayer):
-        return (layer.weights[expert].dequantize(dtype),)
-    weights = layer.weights
-    stored13, stored2 = layer.matrices
-    w2 = stored2[expert].dequantize(dtype)
-    if weights.gate_up_scales is None:
-        return stored13[expert].dequantize(dtype), w2
-    w13 = stored13[expert].dequantize(torch.float32)
-    factor = torch.empty(w13.shape[0])
-    for rows, scale in zip(
-        split(torch.arange(w13.shape[0]), weights.order, dim=0),
-        weights.gate_up_scales[expert],
-        strict=True,
-    ):
-        factor[rows] = scale
-    return (w13 * factor[:, None]).to(dtype), w2
+@dataclass(frozen=True)
+class Grouped:
+    """torch's own grouped GEMM on bf16 weights that are expanded once, before timing."""
+
+    memory_budget: int
+    name: str = "torch-grouped"
+    recipe: Recipe = "w4a16"
+    limit: float = TORCH_LIMITS[torch.bfloat16]
+    weight_format: WeightFormat = "bf16"
+
+    def refusal(self, layer: Layer) -> str | None:
+        if not hasattr(torch, "_grouped_mm"):
+            return f"torch {torch.__version__} has no _grouped_mm"
+        if layer.device.type == "cpu":
+            return "torch._grouped_mm is raced on CUDA only; on a CPU torch-bf16 is such a loop"
+        return _over_budget(layer, self.weight_format, self.memory_budget)
+
+    def prepare(self, layer: Layer) -> Runner:
+        copies = _expand(layer, torch.bfloat16, self.memory_budget)
+        return torch_loops.grouped(layer, lambda copy: copies[copy % len(copies)])
 
 
-def split(x: torch.Tensor, order: str | None, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gate's and the up projection's part of ``x`` along ``dim``."""
-    if order == "interleaved":
-        index = torch.arange(0, x.shape[dim], 2)
-        return x.index_select(dim, index), x.index_select(dim, index + 1)
-    first, second = x.chunk(2, dim=dim)
-    return (second, first) if order == "up_gate" else (first, second)
+def _expanded_bytes(layer: Layer, weight_format: WeightFormat) -> int:
+    return weight_bytes(layer.experts * sum(n * k for n, k in layer.gemms), weight_format)
 
 
-def _loop_moe(
-    batch: Batch,
-    matrices: Callable[[int], tuple[torch.Tensor, ...]],
-    dtype: torch.dtype,
-    order: str | None,
-) -> torch.Tensor:
-    assert isinstance(batch, MoEBatch)
-    ids, router = batch.routing.ids, batch.routing.weights
-    top_k = ids.shape[1]
-    x = batch.x.to(dtype)
-    y = torch.zeros(x.shape, dtype=torch.float32)
-    slots = ids.reshape(-1).argsort(stable=True)
-    start = 0
-    for expert, rows in enumerate(torch.bincount(ids.reshape(-1)).tolist()):
-        if not rows:
-            continue
-        mine = slots[start : start + rows]
-        start += rows
-        tokens = mine // top_k
-        w13, w2 = matrices(expert)
-        gate, up = split(torch.mm(x[tokens], w13.t()), order, dim=1)
-        z = torch.mm(torch.nn.functional.silu(gate) * up, w2.t())
-        y.index_add_(0, tokens, z.float() * router.reshape(-1)[mine, None])
-    return y.to(torch.bfloat16)
+def _over_budget(layer: Layer, weight_format: WeightFormat, budget: int) -> str | None:
+    need = _expanded_bytes(layer, weight_format)
+    if need <= budget:
+        return None
+    return (
+        f"its weights need {need / 2**30:.1f} GiB, the budget is {budget / 2**30:.1f} GiB; "
+        "use --experts or --memory-budget"
+    )
 
 
-def _loop_gemm(
-    batch: Batch, matrices: Callable[[int], tuple[torch.Tensor, ...]], dtype: torch.dtype
-) -> torch.Tensor:
-    assert isinstance(batch, GemmBatch)
-    x = batch.x.to(dtype)
-    parts = []
-    start = 0
-    for expert, end in enumerate(batch.offs.tolist()):
-        if end > start:
-            (w,) = matrices(expert)
-            parts.append(torch.mm(x[start:end], w.t()))
-        start = end
-    return torch.cat(parts).to(torch.bfloat16)
+def _expand(layer: Layer, dtype: torch.dtype, budget: int) -> list[tuple[torch.Tensor, ...]]:
+    """Dense stacks (E, N, K) of as many copies as the budget has room for."""
+    need = _expanded_bytes(layer, "bf16" if dtype == torch.bfloat16 else "fp32")
+    count = max(1, min(len(layer.copies), budget // need))
+    return [torch_loops.dense_stacks(layer, copy, dtype) for copy in range(count)]
 
 
 @dataclass(frozen=True)
@@ -259,10 +225,9 @@ class Absent:
     weight_format: WeightFormat = "nvfp4"
 
     def refusal(self, layer: Layer) -> str | None:
-        del layer
-        if not torch.cuda.is_available():
-            return f"needs {self.needs}; torch sees no CUDA device"
-        return f"needs {self.needs}, and this benchmark times CPU calls only so far"
+        if layer.device.type != "cuda":
+            return f"needs {self.needs}; this run is on {layer.device}"
+        return f"needs {self.needs}; this benchmark cannot call it yet"
 
     def prepare(self, layer: Layer) -> Runner:
         raise NotImplementedError(self.refusal(layer))
@@ -289,6 +254,7 @@ def contenders(recipes: Sequence[Recipe], memory_budget: int) -> tuple[Contender
         yield Torch(torch.bfloat16, ahead=True, memory_budget=memory_budget)
         yield Torch(torch.float32, ahead=True, memory_budget=memory_budget)
         yield Torch(torch.bfloat16, ahead=False, memory_budget=memory_budget)
+        yield Grouped(memory_budget)
         yield from PEERS
 
     return tuple(generate())

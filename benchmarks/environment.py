@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from benchmarks import ceilings
+from fp4lt import _C
 
 ROOT = Path(__file__).parents[1]
+FALLBACK_BUDGET = 8 * 2**30
 
 
 def cpu_model(path: Path = Path("/proc/cpuinfo")) -> str:
@@ -41,6 +43,21 @@ def available_memory(path: Path = Path("/proc/meminfo")) -> int | None:
     return None
 
 
+def memory_budget(device: torch.device) -> int:
+    """Half of the free memory of ``device``, in bytes; 8 GiB where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    free = available_memory()
+    return FALLBACK_BUDGET if free is None else free // 2
+
+
+def machine(facts: dict[str, Any]) -> str:
+    """Name what a report was measured on, in one line."""
+    if facts["gpu"] is not None:
+        return f"{facts['gpu']['name']} (CC {facts['gpu']['compute_capability']})"
+    return f"{facts['cpu']}, {facts['threads']} threads"
+
+
 def git_revision(root: Path = ROOT) -> str:
     """Short hash of the checkout, with ``-dirty`` when a tracked file was changed."""
 
@@ -63,10 +80,28 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def describe() -> dict[str, Any]:
+def describe_gpu(device: torch.device) -> dict[str, Any]:
+    """Collect what a CUDA device is; JSON-ready."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    info = _C.cuda_device_info(index)
+    return {
+        "name": info.name,
+        "compute_capability": f"{info.major}.{info.minor}",
+        "multiprocessors": info.multiprocessors,
+        "l2_bytes": info.l2_bytes,
+        "memory_bytes": info.memory_bytes,
+        "driver": _C.cuda_driver(),
+        "torch_cuda": torch.version.cuda,
+        "fp4lt_architectures": _C.cuda_architectures(),
+    }
+
+
+def describe(device: torch.device) -> dict[str, Any]:
     """Collect the header of a report; JSON-ready."""
     llc, llc_source = ceilings.last_level_cache()
     return {
+        "device": str(device),
+        "gpu": describe_gpu(device) if device.type == "cuda" else None,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "cpu": cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +16,24 @@ import fp4lt
 from benchmarks import accounting, presets, routing
 
 CHECK_CALL = 2**31  # a call number that no timed call reaches
+CPU = torch.device("cpu")
+MOST_COPIES = 16
 _SCALE_BYTES = (0x68, 0x7F)  # e4m3 64 to 448: block maxima within 3 octaves of the tensor's
 
 
 @dataclass(frozen=True)
 class MoEBatch:
-    """One call of a MoE block: ``x`` (T, H) bf16, ``routing`` of its T tokens."""
+    """One call of a MoE block.
+
+    ``x`` (T, H) bf16, ``routing`` of its T tokens, ``rows`` (E,) of each local expert as the host
+    knows them, ``copy`` the copy of the weights to use.
+    """
 
     x: torch.Tensor
     routing: routing.Routing
+    rows: tuple[int, ...]
     work: accounting.Work
+    copy: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,9 @@ class GemmBatch:
 
     x: torch.Tensor
     offs: torch.Tensor
+    rows: tuple[int, ...]
     work: accounting.Work
+    copy: int = 0
 
 
 Batch = MoEBatch | GemmBatch
@@ -41,16 +52,26 @@ Batch = MoEBatch | GemmBatch
 
 @dataclass(frozen=True)
 class MoELayer:
-    """A MoE block with its inputs for the largest T of the sweep."""
+    """A MoE block with its inputs for the largest T of the sweep.
+
+    ``copies`` hold equal weights in different memory, so that calls can take turns.
+    """
 
     name: str
     title: str
-    weights: fp4lt.MoEWeights
+    copies: tuple[fp4lt.MoEWeights, ...]
     top_k: int
     sweep: tuple[int, ...]
     x: torch.Tensor
     seed: int
+    router: routing.Router = routing.UNIFORM
+    router_weight_on_input: bool = False
     kind: str = "moe"
+
+    @property
+    def weights(self) -> fp4lt.MoEWeights:
+        """The first copy."""
+        return self.copies[0]
 
     @property
     def matrices(self) -> tuple[fp4lt.NVFP4Tensor, fp4lt.NVFP4Tensor]:
@@ -71,47 +92,64 @@ class MoELayer:
         """Number of experts held."""
         return int(self.weights.num_local_experts)
 
+    @property
+    def device(self) -> torch.device:
+        """Where weights and inputs are."""
+        return self.x.device
+
+    def _draw(self, tokens: int, call: int) -> routing.Routing:
+        # Ids are global: with expert parallelism most of them belong to other devices.
+        every = self.weights.num_experts
+        assert every is not None
+        return self.router.draw(tokens, every, self.top_k, seed=self.seed, call=call)
+
     def batch(self, tokens: int, call: int) -> MoEBatch:
         """Return call number ``call`` with ``tokens`` tokens, its routing freshly drawn."""
-        return self._with(
-            routing.uniform(tokens, self.experts, self.top_k, seed=self.seed, call=call)
-        )
+        return self._with(self._draw(tokens, call), call)
+
+    @cached_property
+    def _check_routing(self) -> routing.Routing:
+        """The first draw whose first token has an expert here, or the last that was tried."""
+        for call in range(CHECK_CALL, CHECK_CALL + 64):
+            drawn = self._draw(max(self.sweep), call)
+            if drawn.head(1).rows_per_expert(self.experts).any():
+                break
+        return drawn
 
     def check_batch(self, tokens: int) -> MoEBatch:
         """Return the call that is compared with the reference.
 
         Its first tokens are the same at any size, so one reference serves the whole sweep.
         """
-        drawn = routing.uniform(
-            max(self.sweep), self.experts, self.top_k, seed=self.seed, call=CHECK_CALL
-        )
-        return self._with(drawn.head(tokens))
+        return self._with(self._check_routing.head(tokens), 0)
 
-    def _with(self, drawn: routing.Routing) -> MoEBatch:
+    def _with(self, drawn: routing.Routing, call: int) -> MoEBatch:
         tokens = drawn.ids.shape[0]
         x = self.x[:tokens]
-        work = accounting.count(
-            self.gemms,
-            drawn.rows_per_expert(self.experts),
-            inputs=x.numel(),
-            outputs=x.numel(),
-        )
-        return MoEBatch(x, drawn, work)
+        rows = drawn.rows_per_expert(self.experts)
+        work = accounting.count(self.gemms, rows, inputs=x.numel(), outputs=x.numel())
+        copy = call % len(self.copies)
+        return MoEBatch(x, drawn.to(self.device), tuple(rows.tolist()), work, copy)
 
 
 @dataclass(frozen=True)
 class GemmLayer:
     """A grouped GEMM in which every expert gets the same number of rows.
 
-    ``x`` is (E, R, K) for the largest R of the sweep.
+    ``x`` is (E, R, K) for the largest R of the sweep; ``copies`` as in :class:`MoELayer`.
     """
 
     name: str
     title: str
-    weights: fp4lt.NVFP4Tensor
+    copies: tuple[fp4lt.NVFP4Tensor, ...]
     sweep: tuple[int, ...]
     x: torch.Tensor
     kind: str = "gemm"
+
+    @property
+    def weights(self) -> fp4lt.NVFP4Tensor:
+        """The first copy."""
+        return self.copies[0]
 
     @property
     def gemms(self) -> tuple[tuple[int, int], ...]:
@@ -123,49 +161,59 @@ class GemmLayer:
         """Number of experts held."""
         return int(self.weights.shape[0])
 
+    @property
+    def device(self) -> torch.device:
+        """Where weights and inputs are."""
+        return self.x.device
+
     def batch(self, rows: int, call: int) -> GemmBatch:
-        """Return a call with ``rows`` rows for each expert; all calls are alike."""
-        del call
+        """Return a call with ``rows`` rows for each expert; calls differ in the copy only."""
         x = self.x[:, :rows].reshape(self.experts * rows, -1)
-        offs = torch.arange(1, self.experts + 1, dtype=torch.int32) * rows
-        work = accounting.count(
-            self.gemms,
-            np.full(self.experts, rows),
-            inputs=x.numel(),
-            outputs=x.shape[0] * self.gemms[0][0],
-        )
-        return GemmBatch(x, offs, work)
+        offs = torch.arange(1, self.experts + 1, dtype=torch.int32, device=self.device) * rows
+        each = np.full(self.experts, rows)
+        outputs = x.shape[0] * self.gemms[0][0]
+        work = accounting.count(self.gemms, each, inputs=x.numel(), outputs=outputs)
+        return GemmBatch(x, offs, tuple(each.tolist()), work, call % len(self.copies))
 
     def check_batch(self, rows: int) -> GemmBatch:
         """Return the call that is compared with the reference."""
-        return self.batch(rows, CHECK_CALL)
+        return self.batch(rows, 0)
 
 
 Layer = MoELayer | GemmLayer
 
 
-def random_nvfp4(experts: int, rows: int, k: int, rng: np.random.Generator) -> fp4lt.NVFP4Tensor:
+def random_nvfp4(
+    experts: int, rows: int, k: int, seed: list[int], device: torch.device = CPU
+) -> fp4lt.NVFP4Tensor:
     """Make (experts, rows, k) random NVFP4 weights without quantizing anything.
 
     Codes are uniform over all 16, scales uniform over the e4m3 bytes from 64 to 448, and each
     expert's own global scale brings a dot product with unit-variance activations near 1.
     """
-    words = rng.integers(0, 2**64, size=experts * rows * k // 16, dtype=np.uint64)
-    codes = torch.from_numpy(words.view(np.uint8).reshape(experts, rows, k // 2))
+    rng = np.random.default_rng(seed)
     low, high = _SCALE_BYTES
-    scale_bytes = rng.integers(low, high, size=(experts, rows, k // 16), dtype=np.uint8)
-    scales = torch.from_numpy(scale_bytes).view(torch.float8_e4m3fn)
     # Root mean squares: 2.9 of the 16 codes, 233 of those scales.
     typical = 1.0 / (2.9 * 233.0 * math.sqrt(k))
-    global_scale = torch.from_numpy(
-        (typical * rng.uniform(0.5, 2.0, size=experts)).astype(np.float32)
-    )
+    multipliers = (typical * rng.uniform(0.5, 2.0, size=experts)).astype(np.float32)
+    global_scale = torch.from_numpy(multipliers).to(device)
+    shape, blocks = (experts, rows, k // 2), (experts, rows, k // 16)
+    if device.type == "cpu":  # NumPy's 64-bit words are several times faster than torch's bytes
+        words = rng.integers(0, 2**64, size=experts * rows * k // 16, dtype=np.uint64)
+        codes = torch.from_numpy(words.view(np.uint8).reshape(shape))
+        scales = torch.from_numpy(rng.integers(low, high, size=blocks, dtype=np.uint8))
+    else:
+        generator = torch.Generator(device).manual_seed(int(rng.integers(2**31)))
+        given = {"dtype": torch.uint8, "device": device, "generator": generator}
+        codes = torch.randint(256, shape, **given)  # type: ignore[call-overload]
+        scales = torch.randint(low, high, blocks, **given)  # type: ignore[call-overload]
     return fp4lt.NVFP4Tensor.from_linear_scales(codes, scales, global_scale)
 
 
-def _activations(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def _activations(shape: tuple[int, ...], seed: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32).to(torch.bfloat16)
+    values = torch.randn(shape, generator=generator, dtype=torch.float32)
+    return values.to(device, torch.bfloat16)
 
 
 def stored_bytes(preset: presets.Preset, experts: int) -> int:
@@ -174,12 +222,43 @@ def stored_bytes(preset: presets.Preset, experts: int) -> int:
     return accounting.weight_bytes(elements, "nvfp4")
 
 
+def copies_needed(layer: Layer, cold_bytes: int, budget: int) -> tuple[int, bool]:
+    """How many copies make a call's weights unlikely to be in a cache from the calls before.
+
+    The smallest call of a MoE block touches at least the experts of one token.  One call on each
+    copy shall touch ``cold_bytes`` in all; False if that took more than 16 copies or ``budget``
+    bytes, to which the number is limited.
+    """
+    elements = sum(n * k for n, k in layer.gemms)
+    touched = min(layer.experts, layer.top_k) if isinstance(layer, MoELayer) else layer.experts
+    wanted = math.ceil(cold_bytes / accounting.weight_bytes(touched * elements, "nvfp4"))
+    stored = accounting.weight_bytes(layer.experts * elements, "nvfp4")
+    count = max(1, min(wanted, MOST_COPIES, budget // stored))
+    return count, count == wanted
+
+
+def with_copies(layer: Layer, count: int) -> Layer:
+    """Return the layer with ``count`` copies of its weights."""
+    if isinstance(layer, GemmLayer):
+        more = tuple(_clone(layer.weights) for _ in range(count - 1))
+        return replace(layer, copies=(layer.weights, *more))
+    first, (w13, w2) = layer.weights, layer.matrices
+    others = (replace(first, w13=_clone(w13), w2=_clone(w2)) for _ in range(count - 1))
+    return replace(layer, copies=(first, *others))
+
+
+def _clone(t: fp4lt.NVFP4Tensor) -> fp4lt.NVFP4Tensor:
+    return fp4lt.NVFP4Tensor(t.codes.clone(), t.scales.clone(), t.global_scale.clone())
+
+
 def from_preset(
     preset: presets.Preset,
     *,
     sweep: tuple[int, ...] | None = None,
     experts: int | None = None,
     seed: int = 0,
+    router: routing.Router = routing.UNIFORM,
+    device: torch.device = CPU,
 ) -> Layer:
     """Make a random layer of a preset's shape.
 
@@ -192,35 +271,67 @@ def from_preset(
         Keep fewer experts; the title says so.
     seed : int
         Of weights, activations and routings.
+    router : Router
+    device : torch.device
+
+    Raises
+    ------
+    ValueError
+        If the routing is impossible for this layer.
     """
     sizes = sweep or preset.sweep
-    count = preset.experts if experts is None else min(experts, preset.experts)
-    cut = "" if count == preset.experts else f", CUT to {count} of {preset.experts} experts"
-    rng = np.random.default_rng([seed, 0x57])
-    if preset.kind == "gemm":
-        weights = random_nvfp4(count, preset.out_features, preset.in_features, rng)
-        title = (
-            f"{preset.name}: {preset.model}, grouped GEMM N {preset.out_features} "
-            f"K {preset.in_features} E {count}{cut}"
-        )
-        shape = (count, max(sizes), preset.in_features)
-        return GemmLayer(preset.name, title, weights, sizes, _activations(shape, seed))
-    if preset.top_k > count:
+    here = preset.local_experts
+    count = here if experts is None else min(experts, here)
+    cut = "" if count == here else f", CUT to {count} of {here} experts"
+    if isinstance(preset, presets.GemmPreset):
+        n, k = preset.gemms[0]
+        weights = random_nvfp4(count, n, k, [seed, 0x57], device)
+        title = f"{preset.name}: {preset.model}, grouped GEMM N {n} K {k} E {count}{cut}"
+        x = _activations((count, max(sizes), k), seed, device)
+        return GemmLayer(preset.name, title, (weights,), sizes, x)
+    # A cut layer is a model with so many experts less; an EP rank's tokens route to all ranks'.
+    every = count * preset.ep
+    if preset.top_k > every:
         raise ValueError(
             f"{preset.name} routes to {preset.top_k} experts a token; --experts {count} is too few"
         )
-    (rows, hidden), (_, intermediate) = preset.gemms
-    w13 = random_nvfp4(count, rows, hidden, rng)
-    w2 = random_nvfp4(count, hidden, intermediate, rng)
-    moe_weights = fp4lt.MoEWeights(
-        w13, w2, order="gate_up" if preset.gated else None, activation=preset.activation
-    )
+    router.validate(max(sizes), every, preset.top_k)
     title = (
-        f"{preset.name}: {preset.model}, MoE block H {hidden} I {intermediate} (TP{preset.tp}) "
-        f"E {count} k {preset.top_k}{cut}"
+        f"{preset.name}: {preset.model}, MoE block H {preset.hidden} I {preset.intermediate} "
+        f"(TP{preset.tp}) E {count}{f' of {every} (EP{preset.ep})' if preset.ep > 1 else ''} "
+        f"k {preset.top_k} {preset.activation}, {router.name} routing{cut}"
     )
-    x = _activations((max(sizes), hidden), seed)
-    return MoELayer(preset.name, title, moe_weights, preset.top_k, sizes, x, seed)
+    return MoELayer(
+        preset.name,
+        title,
+        (_random_moe(preset, count, every, seed, device),),
+        preset.top_k,
+        sizes,
+        _activations((max(sizes), preset.hidden), seed, device),
+        seed,
+        router,
+        preset.router_weight_on_input,
+    )
+
+
+def _random_moe(
+    preset: presets.MoEPreset, count: int, every: int, seed: int, device: torch.device
+) -> fp4lt.MoEWeights:
+    (rows, hidden), (_, intermediate) = preset.gemms
+
+    def bias(width: int, salt: int) -> torch.Tensor | None:
+        return _activations((count, width), seed + salt, device) if preset.bias else None
+
+    return fp4lt.MoEWeights(
+        random_nvfp4(count, rows, hidden, [seed, 0x13], device),
+        random_nvfp4(count, hidden, intermediate, [seed, 0x02], device),
+        order=preset.order,
+        activation=preset.activation,
+        w13_bias=bias(rows, 0x13),
+        w2_bias=bias(hidden, 0x02),
+        swiglu_limit=preset.swiglu_limit,
+        num_experts=every,
+    )
 
 
 def checkpoint_top_k(path: Path) -> int:
@@ -240,25 +351,28 @@ def from_checkpoint(
     path: Path,
     layer: int | None,
     *,
-    sweep: tuple[int, ...] = (1, 4, 24),
+    sweep: tuple[int, ...] = (1, 24),
     top_k: int | None = None,
     seed: int = 0,
+    router: routing.Router = routing.UNIFORM,
+    device: torch.device = CPU,
 ) -> MoELayer:
-    """Load one MoE layer of a checkpoint; tokens and routing are random.
+    """Load one MoE layer of a checkpoint; tokens are random.
 
     ``layer`` may be None where the checkpoint has only one.
     """
-    weights = fp4lt.load_moe(path, layer=layer)
+    weights = fp4lt.load_moe(path, layer=layer, device=device)
     if not isinstance(weights.w13, fp4lt.NVFP4Tensor):
         raise ValueError(
             f"{path}: the experts are {weights.w13.dtype}; this benchmark counts NVFP4 bytes"
         )
     k = top_k or checkpoint_top_k(path)
+    router.validate(max(sweep), int(weights.num_local_experts), k)
     name = path.name if layer is None else f"{path.name}[{layer}]"
     which = "its only MoE layer" if layer is None else f"layer {layer}"
     title = (
         f"{name}: checkpoint {path}, {which}, MoE block H {weights.hidden_size} "
-        f"I {weights.intermediate_size} E {weights.num_local_experts} k {k}"
+        f"I {weights.intermediate_size} E {weights.num_local_experts} k {k}, {router.name} routing"
     )
-    x = _activations((max(sweep), int(weights.hidden_size)), seed)
-    return MoELayer(name, title, weights, k, sweep, x, seed)
+    x = _activations((max(sweep), int(weights.hidden_size)), seed, device)
+    return MoELayer(name, title, (weights,), k, sweep, x, seed, router)

@@ -1,51 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes to time, read from ``benchmarks/presets/*.json``.
+"""Shapes to time, read from ``benchmarks/presets/*.json``, whole or as one device's share.
 
-Two kinds share one schema: ``moe`` is a whole MoE block, ``gemm`` a grouped GEMM without router
-or activation.  Extents are those of one device: ``intermediate`` is already divided by ``tp``.
+Two kinds: ``moe`` is a whole MoE block, ``gemm`` a grouped GEMM without router or activation.  A
+file holds a model's own extents; a name with a suffix is what one device has of it: ``glm5-tp8``
+(an eighth of the intermediate size), ``kimi-k2-ep16`` (a sixteenth of the experts).
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fp4lt.problem import ACTIVATIONS, Activation
+from fp4lt.problem import ACTIVATIONS, ORDERS, Activation, Order
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FOLDER = Path(__file__).parent / "presets"
+BLOCK = 16
+SUGGESTED = (
+    "glm5-tp8",
+    "glm5-ep8",
+    "seed-probe",
+    "deepseek-v3-tp8",
+    "deepseek-v3-ep8",
+    "kimi-k2-ep16",
+    "qwen3-235b-tp8",
+    "qwen3-30b-tp1",
+    "qwen3-next-tp4",
+    "gpt-oss-120b-tp1",
+    "llama4-maverick-tp8",
+    "minimax-m2-tp4",
+    "nemotron3-nano-tp2",
+    "nemotron3-super-ep8",
+    "kimi-k3-ep32",
+)
+"""Shares that fit one GPU and differ in what they stress."""
 
-_COMMON: dict[str, type] = {
-    "schema_version": int,
-    "name": str,
-    "kind": str,
-    "model": str,
-    "experts": int,
-    "tp": int,
-    "sweep": list,
-    "source": str,
+_SUFFIX = re.compile(r"-(tp|ep)([0-9]+)$")
+_COMMON: dict[str, tuple[type, ...]] = {
+    "schema_version": (int,),
+    "name": (str,),
+    "kind": (str,),
+    "model": (str,),
+    "experts": (int,),
+    "sweep": (list,),
+    "source": (str,),
+    "note": (str,),
 }
-_BY_KIND: dict[str, dict[str, type]] = {
+_BY_KIND: dict[str, dict[str, tuple[type, ...]]] = {
     "moe": {
-        "hidden": int,
-        "intermediate": int,
-        "top_k": int,
-        "activation": str,
-        "gated": bool,
+        "hidden": (int,),
+        "intermediate": (int,),
+        "top_k": (int,),
+        "activation": (str,),
+        "order": (str, type(None)),
+        "swiglu_limit": (float, type(None)),
+        "bias": (bool,),
+        "router_weight_on_input": (bool,),
     },
-    "gemm": {"out_features": int, "in_features": int},
+    "gemm": {"out_features": (int,), "in_features": (int,)},
 }
 
 
 class PresetError(ValueError):
-    """A preset file that does not follow the schema; the message names file and key."""
+    """A preset file or name that cannot be; the message names file and key, or the numbers."""
 
 
 @dataclass(frozen=True)
 class MoEPreset:
-    """A MoE block: ``w13`` (experts, 2I or I, H), ``w2`` (experts, H, I); sweep over tokens."""
+    """A MoE block: ``w13`` (experts, 2I or I, H), ``w2`` (experts, H, I); sweep over tokens.
+
+    ``intermediate`` is one device's.  ``experts`` is the model's number: with ``ep`` devices
+    sharing them, this one holds the first ``local_experts``.
+    """
 
     name: str
     model: str
@@ -54,17 +83,41 @@ class MoEPreset:
     experts: int
     top_k: int
     activation: Activation
-    gated: bool
-    tp: int
+    order: Order | None
     sweep: tuple[int, ...]
     source: str
+    note: str
+    swiglu_limit: float | None = None
+    bias: bool = False
+    router_weight_on_input: bool = False
+    tp: int = 1
+    ep: int = 1
     kind: Literal["moe"] = "moe"
+
+    @property
+    def local_experts(self) -> int:
+        """Experts that this device holds."""
+        return self.experts // self.ep
 
     @property
     def gemms(self) -> tuple[tuple[int, int], ...]:
         """(out-features, in-features) of each expert's matrices."""
-        rows = 2 * self.intermediate if self.gated else self.intermediate
+        rows = self.intermediate if self.order is None else 2 * self.intermediate
         return ((rows, self.hidden), (self.hidden, self.intermediate))
+
+    def share(self, name: str, tp: int, ep: int) -> MoEPreset:
+        """One of ``tp`` slices of every expert, of one of ``ep`` parts of the experts."""
+        part, exact = self.intermediate // tp, self.intermediate / tp
+        if self.intermediate % tp or part % BLOCK:
+            fits = [2**i for i in range(7) if self.intermediate % (2**i * BLOCK) == 0]
+            raise PresetError(
+                f"{name}: TP{tp} cuts {self.model}'s intermediate size {self.intermediate} into "
+                f"slices of {exact:g}, which is {exact / BLOCK:g} blocks of {BLOCK}, and NVFP4 has "
+                f"whole ones; TP can be {', '.join(map(str, fits))}"
+            )
+        if self.experts % ep:
+            raise PresetError(f"{name}: {self.experts} experts cannot be shared out to EP{ep}")
+        return replace(self, name=name, intermediate=part, tp=tp, ep=ep)
 
 
 @dataclass(frozen=True)
@@ -76,10 +129,15 @@ class GemmPreset:
     out_features: int
     in_features: int
     experts: int
-    tp: int
     sweep: tuple[int, ...]
     source: str
+    note: str
     kind: Literal["gemm"] = "gemm"
+
+    @property
+    def local_experts(self) -> int:
+        """All of them."""
+        return self.experts
 
     @property
     def gemms(self) -> tuple[tuple[int, int], ...]:
@@ -120,29 +178,38 @@ def validate(data: Any, where: str) -> dict[str, Any]:
         raise PresetError(f"{where}: missing {', '.join(missing)}")
     if unknown := sorted(data.keys() - wanted.keys()):
         raise PresetError(f"{where}: unknown {', '.join(unknown)}; a {kind} has {sorted(wanted)}")
-    for key, kind_of in wanted.items():
+    for key, types in wanted.items():
         # bool is an int to isinstance, and `true` is never an extent.
-        if type(data[key]) is not kind_of:
-            raise PresetError(f"{where}: {key} must be {kind_of.__name__}, got {data[key]!r}")
+        if type(data[key]) not in types:
+            names = " or ".join("null" if t is type(None) else t.__name__ for t in types)
+            raise PresetError(f"{where}: {key} must be {names}, got {data[key]!r}")
     if data["schema_version"] != SCHEMA_VERSION:
         raise PresetError(
             f"{where}: schema_version {data['schema_version']}, this code reads {SCHEMA_VERSION}"
         )
-    extents = [key for key, kind_of in wanted.items() if kind_of is int]
-    for key in extents:
-        if data[key] < 1:
+    for key, types in wanted.items():
+        if types == (int,) and data[key] < 1:
             raise PresetError(f"{where}: {key} must be at least 1, got {data[key]}")
     sweep = data["sweep"]
     if not sweep or any(type(t) is not int or t < 1 for t in sweep) or sweep != sorted(set(sweep)):
         raise PresetError(f"{where}: sweep must be increasing positive integers, got {sweep}")
     for key in ("hidden", "intermediate", "in_features"):
-        if data.get(key, 0) % 16:
-            raise PresetError(f"{where}: {key} must be a multiple of 16, got {data[key]}")
-    if kind == "moe" and data["activation"] not in ACTIVATIONS:
-        raise PresetError(f"{where}: activation must be one of {ACTIVATIONS}")
-    if kind == "moe" and data["top_k"] > data["experts"]:
-        raise PresetError(f"{where}: top_k {data['top_k']} of only {data['experts']} experts")
+        if data.get(key, 0) % BLOCK:
+            raise PresetError(f"{where}: {key} must be a multiple of {BLOCK}, got {data[key]}")
+    if kind == "moe":
+        _validate_moe(data, where)
     return data
+
+
+def _validate_moe(data: dict[str, Any], where: str) -> None:
+    if data["activation"] not in ACTIVATIONS:
+        raise PresetError(f"{where}: activation must be one of {ACTIVATIONS}")
+    if data["order"] not in (*ORDERS, None):
+        raise PresetError(f"{where}: order must be one of {ORDERS}, or null without a gate")
+    if data["top_k"] > data["experts"]:
+        raise PresetError(f"{where}: top_k {data['top_k']} of only {data['experts']} experts")
+    if data["router_weight_on_input"] and data["top_k"] != 1:
+        raise PresetError(f"{where}: router_weight_on_input is for top_k 1, got {data['top_k']}")
 
 
 def read(path: Path) -> Preset:
@@ -159,5 +226,46 @@ def read(path: Path) -> Preset:
 
 
 def available() -> dict[str, Preset]:
-    """Return every preset in the folder, by name."""
+    """Return every model in the folder, whole, by name."""
     return {path.stem: read(path) for path in sorted(FOLDER.glob("*.json"))}
+
+
+def resolve(name: str, *, tp: int | None = None, ep: int | None = None) -> Preset:
+    """Return a preset by its name, ``-tpN`` and ``-epN`` suffixes included.
+
+    Parameters
+    ----------
+    name : str
+        A file's name, possibly with suffixes.
+    tp, ep : int, optional
+        As if the name had these suffixes.
+
+    Raises
+    ------
+    PresetError
+        If there is no such model, or it cannot be cut so.
+    """
+    known = available()
+    parts = {"tp": tp, "ep": ep}
+    base = name
+    while base not in known and (suffix := _SUFFIX.search(base)):
+        which, count = suffix[1], int(suffix[2])
+        if parts[which] is not None:
+            raise PresetError(f"{name} with another {which.upper()} of {parts[which]}: give one")
+        parts[which] = count
+        base = base[: suffix.start()]
+    if base not in known:
+        raise PresetError(
+            f"no preset {name!r}; there are {', '.join(known)}, each MoE model also as NAME-tpN "
+            "and NAME-epN"
+        )
+    preset = known[base]
+    given = {which: count for which, count in parts.items() if count is not None}
+    if not given:
+        return preset
+    if min(given.values()) < 1:
+        raise PresetError(f"{name}: TP and EP are at least 1")
+    if not isinstance(preset, MoEPreset):
+        raise PresetError(f"{base} is a plain GEMM; TP and EP are for MoE blocks")
+    full = base + "".join(f"-{which}{count}" for which, count in given.items())
+    return preset.share(full, given.get("tp", 1), given.get("ep", 1))

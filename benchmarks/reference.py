@@ -15,14 +15,14 @@ from benchmarks.layers import GemmLayer, Layer
 from fp4lt.testing import oracle
 
 MAX_TOKENS = 4
-ELEMENTS = 160_000_000  # expert weights to expand for one recipe: a few seconds in NumPy
+ELEMENTS = 80_000_000  # expert weights to expand for one recipe: a few seconds in NumPy
 
 
 class Reference:
     """Expected rows of :meth:`check_batch` at any size, computed once per recipe when needed.
 
-    For a MoE block the first tokens of the batch, as many as keep the work within some seconds and
-    one at least; for a GEMM every row.
+    For a MoE block the first tokens of the batch, for a GEMM every row of the first experts: as
+    many as keep the work within some seconds, one at least.
     """
 
     def __init__(self, layer: Layer) -> None:
@@ -35,8 +35,18 @@ class Reference:
         largest = max(self._layer.sweep)
         if isinstance(self._layer, GemmLayer):
             return largest
-        per_token = self._layer.top_k * sum(n * k for n, k in self._layer.gemms)
-        return min(largest, MAX_TOKENS, max(1, ELEMENTS // per_token))
+        every = self._layer.weights.num_experts
+        assert every is not None
+        # Of an EP rank's tokens only this part of the slots is computed here.
+        here = self._layer.top_k * self._layer.experts / every
+        per_token = here * sum(n * k for n, k in self._layer.gemms)
+        return min(largest, MAX_TOKENS, max(1, int(ELEMENTS / per_token)))
+
+    @property
+    def experts(self) -> int:
+        """Experts of a GEMM that are compared."""
+        ((n, k),) = self._layer.gemms
+        return min(self._layer.experts, max(1, ELEMENTS // (n * k)))
 
     def shape(self, size: int) -> tuple[int, int]:
         """Shape of a whole result, (T, H) or (M, N)."""
@@ -51,24 +61,35 @@ class Reference:
         known = self._known[recipe]
         if isinstance(self._layer, GemmLayer):
             columns = known.shape[1]
-            by_expert = known.reshape(self._layer.experts, -1, columns)
+            by_expert = known.reshape(self.experts, -1, columns)
             return by_expert[:, :size].reshape(-1, columns)
         return known[:size]
 
     def error(self, result: torch.Tensor, size: int, recipe: str) -> float:
-        """Norm of the difference over the norm of the reference, over the rows compared."""
+        """Norm of the difference over the norm of the reference, over the rows compared.
+
+        Where all that is expected is zero (no token has an expert here), anything else is infinite.
+        """
         want = self.expected(size, recipe)
-        got = result[: want.shape[0]].to(torch.float64).numpy()
-        return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+        got = result[: want.shape[0]].to("cpu", torch.float64).numpy()
+        difference, norm = np.linalg.norm(got - want), np.linalg.norm(want)
+        return float(difference / norm) if norm else (np.inf if difference else 0.0)
 
     def _compute(self, recipe: str) -> npt.NDArray[np.float64]:
         layer = self._layer
         if isinstance(layer, GemmLayer):
-            batch = layer.check_batch(max(layer.sweep))
-            return oracle.grouped_mm(
-                batch.x, layer.weights.mT, offs=batch.offs, recipe=recipe
-            ).value
+            batch, first = layer.check_batch(max(layer.sweep)), self.experts
+            rows = sum(batch.rows[:first])
+            weights, offs = layer.weights[:first].mT, batch.offs[:first]
+            return oracle.grouped_mm(batch.x[:rows], weights, offs=offs, recipe=recipe).value
         head = layer.check_batch(self.tokens)
         routing = head.routing
-        y = oracle.moe_reference(head.x, layer.weights, routing.weights, routing.ids, recipe)
+        y = oracle.moe_reference(
+            head.x,
+            layer.weights,
+            routing.weights,
+            routing.ids,
+            recipe,
+            router_weight_on_input=layer.router_weight_on_input,
+        )
         return y.astype(np.float64)

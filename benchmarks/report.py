@@ -188,8 +188,16 @@ def print_header(
         "operations / compute ceiling), the same for every contender of a size; "
         "% floor = floor / median",
     }
+    gpu = environment["gpu"]
+    if gpu is not None:
+        lines = {
+            "GPU": f"{gpu['name']}, CC {gpu['compute_capability']}, {gpu['multiprocessors']} SMs, "
+            f"L2 {gpu['l2_bytes'] / 2**20:.0f} MiB, {gpu['memory_bytes'] / 2**30:.0f} GiB; driver "
+            f"{gpu['driver']}, torch's CUDA {gpu['torch_cuda']}; fp4lt built for "
+            f"{gpu['fp4lt_architectures']}"
+        } | lines
     load = environment["load_average"]
-    if load is not None and load >= BUSY:
+    if gpu is None and load is not None and load >= BUSY:
         lines["BUSY MACHINE"] = (
             f"load average {load} in the minute before: if that was other work and it goes on, "
             "calls whose threads wait for each other can take many times longer than alone"

@@ -55,6 +55,8 @@ def run_layer(
     for contender in contenders:
         progress(f"{layer.name}: {contender.name} {contender.recipe}", 0)
         rows += _run_one(layer, contender, timer, reference, read, compute)
+        if layer.device.type == "cuda":
+            torch.cuda.empty_cache()  # a graph's memory comes back only so
         progress(f"{layer.name}: {contender.name} {contender.recipe}", len(layer.sweep))
     return rows
 
@@ -152,7 +154,7 @@ def _figures(
     read: Ceiling,
     compute: Ceiling,
 ) -> dict[str, object]:
-    work = accounting.mean([layer.batch(size, i).work for i in range(samples.n)])
+    work = accounting.mean([layer.batch(size, i).work for i in samples.calls])
     floor = accounting.floor(work, read_bytes_per_s=read.value, flops_per_s=compute.value)
     moved = work.bytes(contender.weight_format)
     median = samples.median

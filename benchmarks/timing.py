@@ -8,7 +8,7 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,12 +22,20 @@ Prepare = Callable[[int], Call]
 class Samples:
     """Durations of single calls, in microseconds, in the order they were made.
 
-    ``preemptions`` counts how often, during all of them, the system took a CPU from one of this
-    process's threads to run something else; None where the timer does not know.
+    Attributes
+    ----------
+    us : tuple of float
+        A sample may be the mean over a group of calls.
+    preemptions : int or None
+        How often, during all of them, the system took a CPU from one of this process's threads to
+        run something else; None where the timer does not know.
+    group : int or None
+        Where each sample is a mean: it is over calls 0 to ``group - 1``.
     """
 
     us: tuple[float, ...]
     preemptions: int | None = None
+    group: int | None = None
 
     def __post_init__(self) -> None:
         if not self.us:
@@ -35,8 +43,13 @@ class Samples:
 
     @property
     def n(self) -> int:
-        """Number of timed calls."""
+        """Number of samples."""
         return len(self.us)
+
+    @property
+    def calls(self) -> range:
+        """Numbers of the calls that were timed, all of them equally often."""
+        return range(self.group or self.n)
 
     @property
     def median(self) -> float:
@@ -77,7 +90,8 @@ class WallClock:
     min_time : float
         Go on until the timed calls add up to this many seconds, up to ``max_repeats``.
     max_time : float
-        Stop at this many seconds even short of ``repeats``, though not before 3 calls.
+        Stop after this many seconds, flushing included, even short of ``repeats``, though not
+        before 3 calls.
     """
 
     flush_bytes: int
@@ -104,10 +118,10 @@ class WallClock:
         )
         return f"perf_counter around one call; {state}"
 
-    def _wants_more(self, calls: int, seconds: float) -> bool:
+    def _wants_more(self, calls: int, seconds: float, spent: float) -> bool:
         if calls < min(3, self.repeats):
             return True
-        if seconds >= self.max_time:
+        if spent >= self.max_time:
             return False
         return calls < self.repeats or (seconds < self.min_time and calls < self.max_repeats)
 
@@ -122,7 +136,8 @@ class WallClock:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            while self._wants_more(len(us), total):
+            began = time.perf_counter_ns()
+            while self._wants_more(len(us), total, (time.perf_counter_ns() - began) / 1e9):
                 call = prepare(len(us))
                 if self.flush_bytes:
                     buffer.fill_(len(us))
@@ -144,3 +159,76 @@ class WallClock:
 
 def _preemptions() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+@dataclass(frozen=True)
+class CudaGraph:
+    """Replays of a CUDA graph of several calls, timed by events.
+
+    The graph holds calls 0 to ``calls - 1`` one after the other, each with its own routing and the
+    next copy of the weights, so that weights come from memory though nothing is flushed.
+
+    Attributes
+    ----------
+    calls : int
+        Calls in the graph.
+    repeats : int
+        Timed replays wanted.
+    min_time : float
+        Go on until the timed replays add up to this many seconds, up to ``max_repeats``.
+    warm : bool
+        Only for the description: there is but one copy of the weights.
+    """
+
+    calls: int = 16
+    repeats: int = 20
+    min_time: float = 0.1
+    max_repeats: int = 200
+    warmup: int = 2
+    warm: bool = False
+
+    @property
+    def description(self) -> str:
+        """What is measured and how."""
+        state = (
+            "warm: one copy of the weights"
+            if self.warm
+            else "cold: copies of the weights, as many as each title says, in turn"
+        )
+        return (
+            f"events around replays of a CUDA graph of {self.calls} calls with a routing each; a "
+            f"sample is a replay / {self.calls}, without the host's launch overhead; {state}"
+        )
+
+    def measure(self, prepare: Prepare) -> Samples:
+        """Time replays; every call is made outside the graph first."""
+        prepared = [prepare(i) for i in range(self.calls)]
+        for call in prepared:
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in prepared:
+                call()
+        for _ in range(self.warmup):
+            graph.replay()
+        us: list[float] = []
+        while self._wants_more(us):
+            us.append(event_seconds(graph.replay) * 1e6 / self.calls)
+        return Samples(tuple(us), group=self.calls)
+
+    def _wants_more(self, us: list[float]) -> bool:
+        if len(us) < self.repeats:
+            return True
+        return sum(us) * self.calls < self.min_time * 1e6 and len(us) < self.max_repeats
+
+
+def event_seconds(call: Callable[[], object]) -> float:
+    """Seconds between events before and after what ``call`` enqueues."""
+    event: Any = torch.cuda.Event  # untyped in some versions
+    start, end = event(enable_timing=True), event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presets, routing, counting, timing, ceilings and report files of the benchmark.
+"""Presets, counting, timing, ceilings and report files of the benchmark.
 
 No test here looks at how long anything took.
 """
@@ -7,26 +7,49 @@ No test here looks at how long anything took.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from benchmarks import accounting, ceilings, layers, presets, report, routing, timing
+from benchmarks import accounting, ceilings, layers, presets, report, timing
 
 # --- presets ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "gemms", "experts", "top_k", "tp", "megabytes"),
+    ("name", "gemms", "experts", "top_k", "megabytes"),
     [
-        ("glm5-tp8", ((512, 6144), (6144, 256)), 256, 8, 8, 2.65),
-        ("deepseek-v3", ((4096, 7168), (7168, 2048)), 256, 8, 1, 24.8),
-        ("qwen3-30b", ((1536, 2048), (2048, 768)), 128, 8, 1, 2.7),
-        ("seed-probe", ((7168, 7168),), 1, None, 1, 28.9),
+        ("glm5", ((4096, 6144), (6144, 2048)), 256, 8, 21.2),
+        ("glm5-tp8", ((512, 6144), (6144, 256)), 256, 8, 2.65),
+        ("glm5-ep8", ((4096, 6144), (6144, 2048)), 32, 8, 21.2),
+        ("glm5.3-flash", ((4096, 4096), (4096, 2048)), 288, 8, 14.2),
+        ("glm4.5", ((3072, 5120), (5120, 1536)), 160, 8, 13.3),
+        ("deepseek-v3", ((4096, 7168), (7168, 2048)), 256, 8, 24.8),
+        ("deepseek-v3-tp8", ((512, 7168), (7168, 256)), 256, 8, 3.1),
+        ("deepseek-v4-flash", ((4096, 4096), (4096, 2048)), 256, 6, 14.2),
+        ("kimi-k2-ep16", ((4096, 7168), (7168, 2048)), 24, 8, 24.8),
+        ("kimi-k3-ep32", ((6144, 3584), (3584, 3072)), 28, 16, 18.6),
+        ("qwen3-235b-tp8", ((384, 4096), (4096, 192)), 128, 8, 1.33),
+        ("qwen3-30b", ((1536, 2048), (2048, 768)), 128, 8, 2.7),
+        ("qwen3-30b-tp1", ((1536, 2048), (2048, 768)), 128, 8, 2.7),
+        ("qwen3-30b-tp4-ep2", ((384, 2048), (2048, 192)), 64, 8, 0.7),
+        ("qwen3-next-tp4", ((256, 2048), (2048, 128)), 512, 10, 0.4),
+        ("qwen3.5-35b", ((1024, 2048), (2048, 512)), 256, 8, 1.8),
+        ("qwen3.5-397b", ((2048, 4096), (4096, 1024)), 512, 10, 7.1),
+        ("gpt-oss-120b-tp1", ((5760, 2880), (2880, 2880)), 128, 4, 14.0),
+        ("gpt-oss-20b", ((5760, 2880), (2880, 2880)), 32, 4, 14.0),
+        ("llama4-scout", ((16384, 5120), (5120, 8192)), 16, 1, 70.8),
+        ("llama4-maverick-tp8", ((2048, 5120), (5120, 1024)), 128, 1, 8.8),
+        ("minimax-m2-tp4", ((768, 3072), (3072, 384)), 256, 8, 2.0),
+        ("minimax-m3", ((6144, 6144), (6144, 3072)), 128, 4, 31.9),
+        ("nemotron3-nano-tp2", ((928, 2688), (2688, 928)), 128, 6, 2.8),
+        ("nemotron3-super-ep8", ((2688, 1024), (1024, 2688)), 64, 22, 3.1),
+        ("seed-probe", ((7168, 7168),), 1, None, 28.9),
     ],
 )
 def test_preset_numbers(
@@ -34,12 +57,12 @@ def test_preset_numbers(
     gemms: tuple[tuple[int, int], ...],
     experts: int,
     top_k: int | None,
-    tp: int,
     megabytes: float,
 ) -> None:
-    preset = presets.available()[name]
+    preset = presets.resolve(name)
+    assert preset.name == name
     assert preset.gemms == gemms
-    assert (preset.experts, preset.tp) == (experts, tp)
+    assert preset.local_experts == experts
     assert getattr(preset, "top_k", None) == top_k
     digits = len(str(megabytes).partition(".")[2])
     assert round(layers.stored_bytes(preset, 1) / 1e6, digits) == megabytes
@@ -51,7 +74,50 @@ def test_seed_probe_sweeps_rows_of_a_plain_gemm() -> None:
     assert preset.sweep == (8, 16, 32, 64, 128, 256)
 
 
-def _preset_data(name: str = "glm5-tp8") -> dict[str, Any]:
+def test_a_share_is_named_by_suffix_or_option() -> None:
+    assert presets.resolve("glm5", tp=8) == presets.resolve("glm5-tp8")
+    assert presets.resolve("kimi-k2", tp=2, ep=16) == presets.resolve("kimi-k2-ep16-tp2")
+    assert presets.resolve("kimi-k2-ep16").experts == 384
+    assert {presets.resolve(name).name for name in presets.SUGGESTED} == set(presets.SUGGESTED)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("glm6", "no preset 'glm6'; there are .*deepseek-v3"),
+        ("glm5-tp", "no preset 'glm5-tp'"),
+        ("gpt-oss-120b-tp8", "TP8 .* 2880 into slices of 360, which is 22.5 blocks of 16"),
+        ("nemotron3-nano-tp8", "1856 into slices of 232, which is 14.5 blocks .* be 1, 2, 4$"),
+        ("qwen3-30b-tp5", "slices of 153.6"),
+        ("glm5-ep7", "256 experts cannot be shared out to EP7"),
+        ("glm5-tp0", "at least 1"),
+        ("glm5-tp2-tp4", "TP of 4: give one"),
+        ("seed-probe-tp2", "plain GEMM"),
+    ],
+)
+def test_impossible_shares_are_refused_with_the_numbers(name: str, message: str) -> None:
+    with pytest.raises(presets.PresetError, match=message):
+        presets.resolve(name)
+
+
+def test_models_keep_what_sets_them_apart() -> None:
+    known = presets.available()
+
+    def facts(name: str) -> tuple[object, ...]:
+        preset = known[name]
+        assert isinstance(preset, presets.MoEPreset)
+        names = ("activation", "order", "swiglu_limit", "bias", "router_weight_on_input")
+        return tuple(getattr(preset, key) for key in names)
+
+    assert facts("gpt-oss-20b") == ("swigluoai", "interleaved", 7.0, True, False)
+    assert facts("llama4-maverick") == ("silu", "gate_up", None, False, True)
+    assert facts("nemotron3-nano") == ("relu2", None, None, False, False)
+    assert facts("glm5.3-flash") == ("silu", "gate_up", 10.0, False, False)
+    assert facts("glm5") == ("silu", "gate_up", None, False, False)
+    assert "SiTU" in known["kimi-k3"].note
+
+
+def _preset_data(name: str = "glm5") -> dict[str, Any]:
     data: dict[str, Any] = json.loads((presets.FOLDER / f"{name}.json").read_text())
     return data
 
@@ -66,11 +132,14 @@ def test_every_preset_file_follows_the_schema() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": 2}, "schema_version 2"),
+        ({"schema_version": 1}, "schema_version 1"),
         ({"kind": "dense"}, "kind must be one of"),
         ({"hidden": True}, "hidden must be int"),
         ({"hidden": "6144"}, "hidden must be int"),
-        ({"gated": 1}, "gated must be bool"),
+        ({"bias": 1}, "bias must be bool"),
+        ({"order": "up"}, "order must be one of"),
+        ({"swiglu_limit": 7}, "swiglu_limit must be float or null"),
+        ({"router_weight_on_input": True}, "is for top_k 1, got 8"),
         ({"experts": 0}, "experts must be at least 1"),
         ({"hidden": 6152}, "hidden must be a multiple of 16"),
         ({"activation": "situ"}, "activation must be one of"),
@@ -89,7 +158,7 @@ def test_schema_refuses(change: dict[str, Any], message: str) -> None:
         presets.validate(_preset_data() | change, "x.json")
 
 
-@pytest.mark.parametrize("name", ["glm5-tp8", "seed-probe"])
+@pytest.mark.parametrize("name", ["glm5", "seed-probe"])
 def test_schema_needs_every_key(name: str) -> None:
     complete = _preset_data(name)
     for key in complete.keys() - {"kind"}:
@@ -101,45 +170,8 @@ def test_schema_needs_every_key(name: str) -> None:
 def test_a_preset_is_named_as_its_file(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(json.dumps(_preset_data()))
-    with pytest.raises(presets.PresetError, match="'glm5-tp8' must be the file's own"):
+    with pytest.raises(presets.PresetError, match="'glm5' must be the file's own"):
         presets.read(path)
-
-
-# --- routing ---------------------------------------------------------------------------------
-
-
-def test_routing_depends_on_seed_size_and_call_only() -> None:
-    first = routing.uniform(9, 16, 4, seed=3, call=7)
-    routing.uniform(9, 16, 4, seed=3, call=8)
-    again = routing.uniform(9, 16, 4, seed=3, call=7)
-    assert torch.equal(first.ids, again.ids)
-    assert torch.equal(first.weights, again.weights)
-    for other in ({"seed": 4, "call": 7}, {"seed": 3, "call": 8}, {"seed": 3, "call": -7}):
-        assert not torch.equal(first.ids, routing.uniform(9, 16, 4, **other).ids)
-
-
-@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (8, 8), (256, 8), (1, 1)])
-def test_routing_picks_distinct_experts(experts: int, top_k: int) -> None:
-    drawn = routing.uniform(50, experts, top_k, seed=0, call=0)
-    assert drawn.ids.shape == drawn.weights.shape == (50, top_k)
-    assert int(drawn.ids.min()) >= 0
-    assert int(drawn.ids.max()) < experts
-    assert all(len(set(row)) == top_k for row in drawn.ids.tolist())
-    assert bool((drawn.weights > 0).all())
-    # k float32 roundings of numbers up to 1, twice.
-    assert float((drawn.weights.double().sum(1) - 1).abs().max()) <= top_k * 2.0**-23
-    assert drawn.rows_per_expert(experts).sum() == 50 * top_k
-
-
-def test_routing_reaches_every_expert_in_every_slot() -> None:
-    drawn = routing.uniform(400, 8, 2, seed=0, call=0)
-    for slot in range(2):
-        assert set(drawn.ids[:, slot].tolist()) == set(range(8))
-
-
-def test_routing_needs_as_many_experts_as_it_picks() -> None:
-    with pytest.raises(ValueError, match="the number of experts, got 9"):
-        routing.uniform(1, 8, 9, seed=0, call=0)
 
 
 # --- counting --------------------------------------------------------------------------------
@@ -159,7 +191,7 @@ def test_count_by_hand() -> None:
 
 def test_count_matches_the_published_floor() -> None:
     # GLM-5 TP8 with all 256 experts on 1.792 TB/s: 379 us for the weights alone.
-    gemms = presets.available()["glm5-tp8"].gemms
+    gemms = presets.resolve("glm5-tp8").gemms
     work = accounting.count(gemms, np.full(256, 8), inputs=0, outputs=0)
     floor = accounting.floor(work, read_bytes_per_s=1.792e12, flops_per_s=2e15)
     assert (round(floor.us), floor.bound) == (379, "memory")
@@ -229,8 +261,8 @@ def test_wall_clock_goes_on_for_min_time(clock: FakeClock) -> None:
 
 
 def test_wall_clock_loses_patience(clock: FakeClock) -> None:
-    # 10 + 11 + 12 + 13 us are the first to reach 40; 5 us are over after one call.
-    timer = timing.WallClock(flush_bytes=0, warmup=0, repeats=9, min_time=1.0, max_time=40e-6)
+    # Preparing takes 1 ms each time; 5 us are over after one call.
+    timer = timing.WallClock(flush_bytes=0, warmup=0, repeats=9, min_time=1.0, max_time=4.02e-3)
     assert timer.measure(clock.prepare).n == 4
     short = timing.WallClock(flush_bytes=0, warmup=0, repeats=9, min_time=1.0, max_time=5e-6)
     assert short.measure(clock.prepare).n == 3
@@ -243,10 +275,76 @@ def test_wall_clock_says_whether_caches_are_cold() -> None:
         timing.WallClock(flush_bytes=0, repeats=0)
 
 
+class FakeCuda:
+    """Stands in for ``torch.cuda``: a replay takes 1 ms for each call in the graph."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events: list[str] = []
+        self.recording: list[str] | None = None
+
+    def synchronize(self) -> None:
+        self.events.append("synchronize")
+
+    def CUDAGraph(self) -> SimpleNamespace:  # noqa: N802 - torch's name
+        return SimpleNamespace(replay=self.replay)
+
+    @contextmanager
+    def graph(self, graph: object) -> Iterator[None]:
+        self.recording = []
+        yield
+        self.captured, self.recording = self.recording, None
+
+    def replay(self) -> None:
+        self.events.append("replay")
+        self.now += len(self.captured)
+
+    def Event(self, *, enable_timing: bool) -> SimpleNamespace:  # noqa: N802 - torch's name
+        event = SimpleNamespace(at=0.0, synchronize=lambda: None)
+        event.record = lambda: setattr(event, "at", self.now)
+        event.elapsed_time = lambda other: other.at - event.at
+        return event
+
+    def prepare(self, i: int) -> timing.Call:
+        self.events.append(f"prepare {i}")
+        return lambda: (self.events if self.recording is None else self.recording).append(
+            f"call {i}"
+        )
+
+
+def test_cuda_graph_replays_a_group_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda()
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=fake))
+    timer = timing.CudaGraph(calls=3, repeats=2, min_time=0, warmup=1)
+    samples = timer.measure(fake.prepare)
+    assert (samples.us, samples.calls) == ((1000.0, 1000.0), range(3))
+    calls = [f"call {i}" for i in range(3)]
+    assert fake.captured == calls
+    assert fake.events == [
+        *(f"prepare {i}" for i in range(3)),
+        *calls,
+        "synchronize",
+        *["replay"] * 3,
+    ]
+
+
+def test_cuda_graph_goes_on_for_min_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda()
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=fake))
+    # A replay takes 4 ms: the fifth is the first to reach 20 ms.
+    assert timing.CudaGraph(calls=4, repeats=1, min_time=20e-3).measure(fake.prepare).n == 5
+    capped = timing.CudaGraph(calls=4, repeats=1, min_time=1e9, max_repeats=7)
+    assert capped.measure(fake.prepare).n == 7
+    assert "cold" in capped.description
+    assert "warm: one copy" in timing.CudaGraph(warm=True).description
+
+
 def test_samples() -> None:
     samples = timing.Samples(tuple(float(i) for i in range(10, -1, -1)))
     assert (samples.n, samples.median) == (11, 5.0)
     assert (samples.percentile(10), samples.percentile(90)) == (1.0, 9.0)
+    assert samples.calls == range(11)
+    assert timing.Samples((1.0, 2.0), group=5).calls == range(5)
     with pytest.raises(ValueError, match="no samples"):
         timing.Samples(())
 
