@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # A constraint for what is installed only: the build's own environment needs no torch.
 PIP := $(PY) -m pip install --quiet --constraint constraints.txt
 
-SOURCES := $(shell find csrc cmake python -name '*.[ch]*' -o -name '*.cu' -o -name '*.py*' -o -name '*.cmake')
+SOURCES := $(shell find csrc cmake python -name '*.[ch]*' -o -name '*.py' -o -name '*.pyi')
 
 .PHONY: test bench lint format stubs gpu-test clean install
 
@@ -28,7 +28,7 @@ test: install
 bench: install
 	$(PY) -m benchmarks.moe_decode $(BENCH_ARGS)
 
-$(VENV)/.linters: install
+$(VENV)/.linters: $(VENV)/.installed
 	$(PIP) '.[lint,$(EXTRAS)]'
 	touch $@
 

@@ -230,7 +230,8 @@ class Session:
 
 def _device(asked: str | None) -> torch.device:
     if asked is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        usable = torch.cuda.is_available() and bool(_C.cuda_built_with())
+        return torch.device("cuda" if usable else "cpu")
     try:
         device = torch.device(asked)
     except RuntimeError:

@@ -12,8 +12,20 @@ if(NOT nvcc)
   set(nvcc "$ENV{CUDACXX}")
 endif()
 if(NOT nvcc)
-  find_package(CUDAToolkit QUIET)
-  set(nvcc "${CUDAToolkit_NVCC_EXECUTABLE}")
+  # Not through find_package(): it takes an nvcc that fails for one that is not there.
+  find_program(
+    FP4LT_NVCC
+    nvcc
+    HINTS
+    ENV CUDA_HOME
+    ENV CUDA_PATH
+    ENV CUDAToolkit_ROOT
+    PATHS /usr/local/cuda
+    PATH_SUFFIXES bin
+  )
+  if(FP4LT_NVCC)
+    set(nvcc "${FP4LT_NVCC}")
+  endif()
 endif()
 if(NOT nvcc)
   if(FP4LT_CUDA STREQUAL "ON")
@@ -27,11 +39,14 @@ set(CMAKE_CUDA_COMPILER "${nvcc}")
 # Must be set before enable_language().  CMAKE_CUDA_ARCHITECTURES or CUDAARCHS override the list:
 # sm_80 with PTX for everything that is not named, and the real targets that nvcc knows.
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
-  execute_process(
-    COMMAND "${nvcc}" --list-gpu-code
-    OUTPUT_VARIABLE known
-    COMMAND_ERROR_IS_FATAL ANY
-  )
+  execute_process(COMMAND "${nvcc}" --list-gpu-code OUTPUT_VARIABLE known RESULT_VARIABLE status)
+  if(NOT status EQUAL 0)
+    message(
+      FATAL_ERROR
+      "${nvcc} --list-gpu-code failed (${status}): the CUDA toolkit is broken; mend it, or build "
+      "without device code with FP4LT_CUDA=OFF"
+    )
+  endif()
   set(CMAKE_CUDA_ARCHITECTURES 80)
   foreach(
     sm

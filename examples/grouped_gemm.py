@@ -20,9 +20,6 @@ print(y.shape, y.dtype)
 
 y16 = fp4lt.grouped_mm(x, w.mT, offs=offs, recipe="w4a16")  # W4A16: x as it is
 exact = torch.cat(
-    [
-        part.double() @ w[e].dequantize().double().T
-        for e, part in enumerate(x.split(rows.tolist()))
-    ]
+    [part.double() @ w[e].dequantize().double().T for e, part in enumerate(x.split(rows.tolist()))]
 )
 print("w4a16 against float64:", float((y16 - exact).norm() / exact.norm()))

@@ -86,13 +86,18 @@ def cmake(tmp_path: Path, *options: str, **environment: str) -> subprocess.Compl
 
 
 def test_broken_toolkit_is_an_error_and_no_quiet_cpu_build(tmp_path: Path) -> None:
-    fake = tmp_path / "nvcc"
+    fake = tmp_path / "bin" / "nvcc"
+    fake.parent.mkdir()
     fake.write_text("#!/bin/sh\nexit 3\n")
     fake.chmod(0o755)
-    (tmp_path / "project").mkdir()
-    result = cmake(tmp_path / "project", "-DFP4LT_CUDA=AUTO", CUDACXX=str(fake))
-    assert result.returncode != 0
-    assert "has cuda" not in result.stdout
+    path = f"{fake.parent}{os.pathsep}{os.environ['PATH']}"
+    for i, found in enumerate(({"CUDACXX": str(fake)}, {"PATH": path})):
+        project = tmp_path / f"project{i}"
+        project.mkdir()
+        result = cmake(project, "-DFP4LT_CUDA=AUTO", **found)
+        assert result.returncode != 0
+        assert "has cuda" not in result.stdout
+        assert str(fake) in result.stdout + result.stderr
 
 
 def test_cuda_can_be_left_out(tmp_path: Path) -> None:

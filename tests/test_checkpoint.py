@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -316,3 +318,15 @@ def test_prediction_heads_do_not_hide_a_layer(tmp_path: Path) -> None:
     weights = fp4lt.load_moe(save(tmp_path, "modelopt", tensors | broken), layer=0)
     assert layer_bytes(weights) == layer_bytes(fp4lt.load_moe(DATA / "modelopt"))
     assert layer_bytes(fp4lt.load_moe(save(tmp_path, "modelopt", head))) == layer_bytes(weights)
+
+
+@pytest.mark.parametrize("setting", ["dtype(torch.float64)", "device('meta')"])
+def test_defaults_of_torch_do_not_matter(setting: str) -> None:
+    """In a process of its own, so that a failure cannot leave the default behind."""
+    for name in ("modelopt", "modelopt_split", "compressed_tensors"):
+        code = (
+            f"import torch, fp4lt; torch.set_default_{setting}; "
+            f"w = fp4lt.load_moe({str(DATA / name)!r}, layer=0); "
+            "assert w.w13.global_scale.dtype == torch.float32 and w.device.type == 'cpu'"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)

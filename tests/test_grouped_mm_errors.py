@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -260,3 +261,22 @@ def test_gradients_are_refused(name: str) -> None:
             y = fp4lt.grouped_mm(**arguments)
             assert y is arguments["out"]
             assert not bool((y == 7).all())
+
+
+def test_offsets_whose_differences_wrap() -> None:
+    w = fp4lt.quantize(torch.randn(2, 8, 32))
+    x = torch.randn(4, 32)
+    for offs in ([2**63 - 1, -(2**63)], [5, 4], [-1, 4], [2**62, 2**62]):
+        with pytest.raises(errors.ArgumentError, match=r"offs\[-?\d\]"):
+            fp4lt.grouped_mm(x, w.mT, offs=torch.tensor(offs))
+
+
+@pytest.mark.parametrize("value", [True, "1", [1.0, 2.0], 1e300, float("nan"), 1j])
+def test_factors_that_are_no_numbers(value: Any) -> None:
+    w = fp4lt.quantize(torch.randn(2, 8, 32))
+    x, offs = torch.randn(4, 32), torch.tensor([2, 4])
+    for name in ("alpha", "a_scale"):
+        with pytest.raises(errors.ArgumentError, match=name):
+            fp4lt.grouped_mm(x, w.mT, offs=offs, **{name: value})
+    y = fp4lt.grouped_mm(x, w.mT, offs=offs, alpha=np.float32(2))
+    assert torch.equal(y, fp4lt.grouped_mm(x, w.mT, offs=offs, alpha=2))

@@ -6,13 +6,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_grouped_mm import KINDS, OUT_TYPES, Case, check_exact, extras, make
+from test_grouped_mm import KINDS, OUT_TYPES, Case, check_exact, extras, make, nvfp4
 from test_grouped_mm_relations import assert_same, bits, take_rows
 
 import fp4lt
 from fp4lt.backends.cpu import depth
 from fp4lt.problem import Operand
-from fp4lt.testing import oracle
+from fp4lt.testing import cases, oracle
 
 COUNTS = (4, 0, 129)
 ROWS, N, K = 133, 35, 80
@@ -195,3 +195,11 @@ def test_infinite_dense_weight_stays_in_its_column(kind: str, kernel_table: str)
     case._replace(b=broken.mT).want((3, 0, 6)).check_exact(y)
     touched = (bits(y) != bits(clean)).nonzero()
     assert touched.tolist() == [[row, 17] for row in range(3, 9)]
+
+
+def test_nan_scales_have_the_same_bits_in_every_table(kernel_table: str) -> None:
+    w = nvfp4(cases.exact_operand(cases.generator(5), (1, 20, 48)))
+    w.scales.view(torch.uint8)[...] = 0x7F
+    x = torch.ones(2, 48, dtype=torch.bfloat16)
+    y = fp4lt.grouped_mm(x, w.mT, offs=torch.tensor([2]), recipe="w4a16", out_dtype=torch.float32)
+    assert y.view(torch.int32).unique().tolist() == [0x7FC00000]

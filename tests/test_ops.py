@@ -145,7 +145,7 @@ def test_dispatch_modes_see_operators_and_eager_calls_have_none(
 ) -> None:
     seen = []
 
-    class Spy(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Spy(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:

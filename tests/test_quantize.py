@@ -278,3 +278,19 @@ def test_bad_input(x: torch.Tensor, g: Any, error: type[Exception], words: str) 
 def test_dequantize_refuses_other_dtypes() -> None:
     with pytest.raises(errors.ArgumentError, match="float64"):
         fp4lt.quantize(torch.randn(4, 16)).dequantize(torch.float64)
+
+
+def test_zeros_keep_their_sign_where_scale_times_global_underflows(kernel_table: str) -> None:
+    """0 / 0 is a NaN whose sign is the processor's; the code's sign is the value's."""
+    x = torch.zeros(1, 16)
+    x[0, 0], x[0, 1] = 3 * 2.0**-149, -0.0
+    t = fp4lt.quantize(x, global_scale=2.0**-149)
+    assert codes_of(t)[0].tolist() == [7, 8, *[0] * 14]
+
+
+@pytest.mark.parametrize("x", [[1.0], None, np.zeros((2, 16))], ids=["list", "none", "array"])
+def test_what_is_no_tensor(x: Any) -> None:
+    with pytest.raises(errors.ArgumentError, match=r"torch\.Tensor is needed"):
+        fp4lt.quantize(x)
+    with pytest.raises(errors.ArgumentError, match="NVFP4Tensor is needed"):
+        fp4lt.dequantize(x)

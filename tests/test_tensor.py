@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 from typing import Any
 
 import numpy as np
@@ -246,3 +248,39 @@ def test_quantized_activations_keep_a_scale_per_row() -> None:
     t = fp4lt.quantize(torch.randn(7, 32), global_scale="row")
     assert t.global_scale.shape == (7,)
     assert same(NVFP4Tensor(t.codes, t.scales, t.global_scale), t)
+
+
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.ones(2), None, True])
+def test_to_takes_a_device_only(target: Any) -> None:
+    with pytest.raises(errors.ArgumentError, match="takes a device"):
+        stack().to(target)
+    weights = fp4lt.MoEWeights(stack(3, 64, 96), stack(3, 96, 32), order="gate_up")
+    with pytest.raises(errors.ArgumentError, match="takes a device"):
+        weights.to(target)
+
+
+def test_parts_that_a_pytree_function_spoilt_are_refused() -> None:
+    t = stack()
+    x = torch.randn(3, 96, dtype=torch.bfloat16)
+    offs = torch.tensor([1, 2, 3])
+    small = pytree.tree_map(lambda p: p[:, :1].contiguous() if p.ndim == 3 else p, t)
+    with pytest.raises(errors.ShapeError, match="need tiled scales"):
+        fp4lt.grouped_mm(x, small.mT, offs=offs)
+    wide = pytree.tree_map(lambda p: p.float(), t)
+    with pytest.raises(errors.DTypeError, match="codes is float32"):
+        fp4lt.grouped_mm(x, wide.mT, offs=offs)
+    weights = fp4lt.MoEWeights(stack(3, 64, 96), stack(3, 96, 32), order="gate_up")
+    wide = pytree.tree_map(lambda p: p if p is None else p.float(), weights)
+    with pytest.raises(errors.DTypeError, match="codes is float32"):
+        fp4lt.moe(x, wide, topk_weights=torch.ones(3, 1), topk_ids=torch.zeros(3, 1).long())
+
+
+def test_pickle_and_copy() -> None:
+    t = stack().mT
+    for other in (pickle.loads(pickle.dumps(t)), copy.deepcopy(t)):
+        assert same(other, t)
+    weights = fp4lt.MoEWeights(stack(3, 64, 96), stack(3, 96, 32), order="up_gate", expert_start=2)
+    back = pickle.loads(pickle.dumps(weights))
+    for name in ("w13", "w2"):
+        assert same(getattr(back, name), getattr(weights, name))
+    assert (back.order, back.expert_start, back.num_experts) == ("up_gate", 2, 5)

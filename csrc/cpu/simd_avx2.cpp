@@ -162,7 +162,8 @@ inline __m256 decode_e4m3x8(__m256i bytes) {
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(half, half), 0xD8);
   const __m256 v =
       _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(packed)), _mm256_set1_ps(256.0f));
-  return _mm256_or_ps(v, _mm256_castsi256_ps(nan));
+  const __m256 quiet = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000));
+  return _mm256_blendv_ps(v, quiet, _mm256_castsi256_ps(nan));
 }
 
 void decode_scales(const uint8_t* lines, int blocks, float* out) {

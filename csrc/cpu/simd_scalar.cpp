@@ -39,8 +39,10 @@ void quantize(const float* x, int64_t blocks, float g, uint8_t* codes, uint8_t* 
       unsigned pair = 0;
       for (int half = 0; half < 2; ++half) {
         const float v = x[2 * i + half];
-        // Under a scale of 0 only the sign remains.
-        const unsigned code = scales[b] == 0 ? float_bits(v) >> 28 & 8u : encode_e2m1(v / step);
+        // Under a scale of 0 only the sign remains.  It is v's own: where scale times g underflows
+        // to 0, the quotient of a zero is a NaN of any sign.
+        unsigned code = float_bits(v) >> 28 & 8u;
+        if (scales[b] != 0) code |= encode_e2m1(v / step) & 7u;
         pair |= code << (4 * half);
       }
       codes[i] = static_cast<uint8_t>(pair);
@@ -92,7 +94,10 @@ void narrow(const float* x, int64_t n, DType type, void* out) {
 void decode_scales(const uint8_t* lines, int blocks, float* out) {
   for (int b = 0; b < blocks; ++b) {
     const uint8_t* line = lines + b / 4 * 512 + b % 4;
-    for (int col = 0; col < kCols; ++col) *out++ = decode_e4m3(line[col % 4 * 16 + col / 4 * 4]);
+    // Magnitudes: weights' scales have no sign bit.
+    for (int col = 0; col < kCols; ++col) {
+      *out++ = decode_e4m3(line[col % 4 * 16 + col / 4 * 4] & 0x7F);
+    }
   }
 }
 

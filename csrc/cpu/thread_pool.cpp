@@ -10,6 +10,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "cpu/fp_mode.h"
@@ -63,7 +64,11 @@ class Pool {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       while (static_cast<int>(size_) < helpers) {
-        std::thread([this] { serve(); }).detach();
+        try {
+          std::thread([this] { serve(); }).detach();
+        } catch (const std::system_error&) {
+          break;  // no more threads to be had: the caller and those there are do the work
+        }
         ++size_;
       }
       jobs_.push_back(&job);

@@ -51,7 +51,9 @@ __device__ __forceinline__ uint8_t quantize_block(const float (&v)[16], float g,
   const uint8_t scale = encode_scale(largest, g);
   const float step = decode_e4m3(scale) * g;
   for (int i = 0; i < 16; ++i) {
-    code[i] = scale == 0 ? float_bits(v[i]) >> 28 & 8u : encode_e2m1(v[i] / step);
+    // The sign is v's own: where scale times g underflows to 0, 0 / 0 is a NaN of any sign.
+    code[i] = float_bits(v[i]) >> 28 & 8u;
+    if (scale != 0) code[i] |= encode_e2m1(v[i] / step) & 7u;
   }
   return scale;
 }

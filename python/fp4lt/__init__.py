@@ -9,7 +9,8 @@ from fp4lt import errors, ops  # noqa: F401 - registers torch.ops.fp4lt
 from fp4lt.block import moe, plan_moe
 from fp4lt.experts import MoEWeights
 from fp4lt.gemm import grouped_mm, plan_grouped_mm
-from fp4lt.tensor import NVFP4Tensor, dequantize, quantize
+from fp4lt.rounding import dequantize, quantize
+from fp4lt.tensor import NVFP4Tensor
 
 if TYPE_CHECKING:
     from fp4lt.checkpoint import load_moe

@@ -83,6 +83,16 @@ def kernel(name: str, device: torch.device) -> Callable[..., None]:
     return partial(getattr(_C, name), threads=threads())
 
 
+def device_of(what: str, device: torch.device | str | int) -> torch.device:
+    """The device that a ``.to()`` names; a dtype or a tensor is refused."""
+    if isinstance(device, (torch.device, str, int)) and not isinstance(device, bool):
+        return torch.device(device)
+    raise ArgumentError(
+        f"{what}.to({device!r}): it takes a device; codes and scales have their dtypes for good, "
+        "and values in another dtype come from .dequantize(dtype)"
+    )
+
+
 def require_device_of_ours(what: str, t: torch.Tensor) -> None:
     """Refuse a tensor that is neither in host memory nor on a CUDA device of this build."""
     if t.device.type == "cpu" or (t.device.type == "cuda" and _C.cuda_built_with()):

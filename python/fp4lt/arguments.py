@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 
 from fp4lt._interop import (
@@ -17,6 +19,8 @@ from fp4lt.codec import FLOATS
 from fp4lt.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from fp4lt.problem import Operand
 from fp4lt.tensor import NVFP4Tensor
+
+_FLOAT_MAX = float(torch.finfo(torch.float32).max)
 
 
 def tensors_of(operand: Operand) -> tuple[torch.Tensor, ...]:
@@ -36,11 +40,14 @@ def per_expert(
     what: str, value: torch.Tensor | float, experts: int, device: torch.device
 ) -> torch.Tensor:
     """A number, () or (E,) float32 tensor as a tensor on `device`."""
-    if not isinstance(value, (torch.Tensor, int, float)):
+    given: object = value
+    if isinstance(given, bool) or not isinstance(given, (torch.Tensor, numbers.Real)):
         raise ArgumentError(
             f"{what} is a {type(value).__name__}; a number or a float32 tensor is needed"
         )
     if not isinstance(value, torch.Tensor):
+        if not abs(float(value)) <= _FLOAT_MAX:
+            raise ArgumentError(f"{what} is {value}; it must be a finite float32")
         # By a kernel: a copy from the host would wait, and could not be captured.
         return torch.full((), float(value), dtype=torch.float32, device=device)
     require_dtype(what, value, (torch.float32,))

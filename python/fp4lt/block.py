@@ -24,6 +24,7 @@ from fp4lt.problem import (
     check_recipe,
     format_name,
 )
+from fp4lt.tensor import NVFP4Tensor
 
 _IDS = (torch.int32, torch.int64)
 _FIELDS = tuple(f.name for f in fields(MoEProblem))
@@ -300,6 +301,9 @@ def _check_types(hidden: torch.Tensor, weights: MoEWeights) -> None:
         raise ArgumentError(f"moe: weights is a {type(weights).__name__}; MoEWeights is needed")
     if not isinstance(hidden, torch.Tensor):
         raise ArgumentError(f"moe: hidden is a {type(hidden).__name__}; a tensor is needed")
+    for w in (weights.w13, weights.w2):
+        if isinstance(w, NVFP4Tensor):
+            w.check_layout()  # pytree functions can have changed the parts
 
 
 def moe_problem(

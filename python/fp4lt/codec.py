@@ -21,6 +21,7 @@ from fp4lt._interop import (
     require_device_of_ours,
     require_dtype,
     require_no_grad,
+    require_tensor,
     row_strides,
     tracing,
 )
@@ -66,6 +67,7 @@ def is_per_row(global_scale: GlobalScaleArg) -> bool:
 
 def check_source(x: torch.Tensor, global_scale: torch.Tensor | float | None, per_row: bool) -> None:
     """Refuse what :func:`fp4lt.quantize` does not take, as far as values do not matter."""
+    require_tensor("quantize: x", x)
     require_dtype("quantize: x", x, FLOATS)
     require_no_grad("quantize", x)
     if x.ndim not in (2, 3):
@@ -94,8 +96,8 @@ def quantize_parts(
     """Codes, tiled scales and global scale of :func:`fp4lt.quantize`; see there."""
     per_row = is_per_row(global_scale)
     given = None if isinstance(global_scale, str) else global_scale
-    require_device_of_ours("quantize", x)
     check_source(x, given, per_row)
+    require_device_of_ours("quantize", x)
     *lead, rows, k = x.shape
     experts = lead[0] if lead else 1
     view = dense_view("quantize: x", x)

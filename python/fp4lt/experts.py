@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fp4lt._interop import require_dtype, require_tensor, tracing
+from fp4lt._interop import device_of, require_dtype, require_tensor, tracing
 from fp4lt.arguments import check_bias, per_expert, require_device, tensors_of
 from fp4lt.codec import check_global_scale
 from fp4lt.errors import ArgumentError, DTypeError, LayoutError, ShapeError
@@ -100,6 +100,8 @@ class MoEWeights:
             value = getattr(self, name)
             if not isinstance(value, int) and not (name == "num_experts" and value is None):
                 raise ArgumentError(f"MoEWeights: {name}={value!r}; it must be an integer")
+            if isinstance(value, bool) or (value is not None and value >= 1 << 31):
+                raise ArgumentError(f"MoEWeights: {name}={value!r}; it must be less than 2^31")
         if self.num_experts is None:
             object.__setattr__(self, "num_experts", self.expert_start + experts)
         assert self.num_experts is not None
@@ -145,6 +147,7 @@ class MoEWeights:
 
     def to(self, device: torch.device | str | int) -> MoEWeights:
         """The same weights on `device`."""
+        device = device_of("MoEWeights", device)
         leaves, static = _flatten(self)
         return _unflatten([t if t is None else t.to(device) for t in leaves], static)
 

@@ -265,6 +265,9 @@ def _check_types(a: Operand, b: Operand) -> None:
         raise LayoutError(
             f"grouped_mm: b is stored as (E, N, K) = {b.shape}; pass its transpose, b.mT"
         )
+    for t in (a, b):
+        if isinstance(t, NVFP4Tensor):
+            t.check_layout()  # pytree functions can have changed the parts
     if isinstance(a, NVFP4Tensor) and a.transposed:
         raise LayoutError("grouped_mm: a is transposed; pass it as (M, K)")
 
@@ -336,9 +339,10 @@ def _check_offsets(
     if offs.device.type != "cpu":
         return offs.detach().contiguous()
     ends = offs.detach().to(device="cpu", dtype=torch.int64).contiguous()
-    steps = torch.diff(ends, prepend=ends.new_zeros(1))
-    if bool((steps < 0).any()):
-        e = int(torch.nonzero(steps < 0)[0])
+    # Compared, not subtracted: differences of int64 can wrap.
+    down = ends < torch.cat([ends.new_zeros(1), ends[:-1]])
+    if bool(down.any()):
+        e = int(torch.nonzero(down)[0])
         before = int(ends[e - 1]) if e else 0
         raise ArgumentError(
             f"grouped_mm: offs[{e}] is {int(ends[e])}, less than {before} before it; end offsets "

@@ -9,13 +9,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fp4lt._interop import as_tensor, require_dtype, tracing
+from fp4lt._interop import device_of, require_dtype, tracing
 from fp4lt.codec import (
-    GlobalScaleArg,
     check_global_scale,
     dequantize_parts,
-    is_per_row,
-    quantize_parts,
 )
 from fp4lt.errors import ArgumentError, LayoutError, ShapeError
 from fp4lt.formats import BLOCK
@@ -67,7 +64,15 @@ class NVFP4Tensor:
         return self.codes, self.scales, self.global_scale
 
     def _check_parts(self) -> NVFP4Tensor:
-        """Refuse parts that do not fit together, whatever their values."""
+        """Refuse parts that do not fit together, or a global scale that is none."""
+        self.check_layout()
+        per = "one per expert" if self.codes.ndim == 3 else "one per row"
+        shapes = ((), "shared"), ((self.codes.shape[0],), per)
+        check_global_scale("NVFP4Tensor: global_scale", self.global_scale, *shapes)
+        return self
+
+    def check_layout(self) -> None:
+        """Refuse dtypes, shapes, devices and strides that do not fit, looking at no value."""
         codes, scales, g = self.codes, self.scales, self.global_scale
         for name, t in (("codes", codes), ("scales", scales), ("global_scale", g)):
             if not isinstance(t, torch.Tensor):
@@ -96,9 +101,12 @@ class NVFP4Tensor:
                     f"NVFP4Tensor: {name} has shape {tuple(t.shape)} and strides {t.stride()}; "
                     "each matrix must lie without gaps: call .contiguous()"
                 )
-        per = "one per expert" if codes.ndim == 3 else "one per row"
-        check_global_scale("NVFP4Tensor: global_scale", g, ((), "shared"), ((codes.shape[0],), per))
-        return self
+        require_dtype("NVFP4Tensor: global_scale", g, (torch.float32,))
+        if tuple(g.shape) not in ((), (codes.shape[0],)):
+            raise ShapeError(
+                f"NVFP4Tensor: global_scale has shape {tuple(g.shape)}; it must be () or "
+                f"({codes.shape[0]},)"
+            )
 
     @classmethod
     def _make(
@@ -212,6 +220,7 @@ class NVFP4Tensor:
 
     def to(self, device: torch.device | str | int) -> NVFP4Tensor:
         """The same tensor on `device`; itself if it is there already."""
+        device = device_of("NVFP4Tensor", device)
         codes, scales = self.codes.to(device), self.scales.to(device)
         if codes is self.codes:
             return self
@@ -229,6 +238,11 @@ class NVFP4Tensor:
             raise IndexError(f"expert {index} of a stack of {len(self)}")
         g = self.global_scale[index] if self.global_scale.ndim else self.global_scale
         return self._make(self.codes[index], self.scales[index], g, self.transposed)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch cannot pickle float8 storage everywhere; bytes it can.
+        parts = (self.codes, self.scales.view(torch.uint8), self.global_scale, self.transposed)
+        return _from_bytes, parts
 
     def __len__(self) -> int:
         """Experts of a stack, or first extent of a matrix."""
@@ -274,59 +288,10 @@ class NVFP4Tensor:
         return f"NVFP4Tensor(shape={self.shape}, global_scale: {g}, device={self.device}{flag})"
 
 
-def quantize(x: torch.Tensor, *, global_scale: GlobalScaleArg = None) -> NVFP4Tensor:
-    """Round a matrix or a stack of matrices to NVFP4.
-
-    With ``g`` the global scale and ``b`` a block of 16 neighbours along K::
-
-        g        = max|x| / 2688                   unless given; 1 where x is all zero
-        scale[b] = e4m3(max|x[b]| / (6 g))         nearest even, at most 448
-        code     = e2m1(x / (scale[b] g))          nearest, ties to the even code, at most 6
-
-    Parameters
-    ----------
-    x : (M, K) or (E, N, K) float32, float16 or bfloat16
-        K is a positive multiple of 16 and contiguous; other strides are honoured.
-    global_scale : None, "row", float, or float32 tensor of shape (), (E,) for 3-D or (M,) for 2-D
-        ``g``: None derives one per tensor (2-D) or per expert (3-D), "row" one per row of a 2-D
-        `x`; a number or a tensor is taken as given, and values beyond 2688 g saturate.
-
-    Returns
-    -------
-    NVFP4Tensor
-        Of x's shape; the padding of its scales is zero.
-
-    Raises
-    ------
-    ShapeError, DTypeError, LayoutError, ArgumentError
-
-    Notes
-    -----
-    Every device gives the same bytes.  A block of zeros has scale 0; a block with a NaN has the NaN
-    scale and touches no other; an infinity saturates and takes no part in a derived ``g``.  The
-    arithmetic, operation by operation, is in docs/numerics.md, section 2.
-    """
-    if not tracing(x, global_scale if isinstance(global_scale, torch.Tensor) else None):
-        return NVFP4Tensor._make(*quantize_parts(x, global_scale))
-    g = None if isinstance(global_scale, str) else as_tensor(global_scale, x.device)
-    return NVFP4Tensor._make(*torch.ops.fp4lt.quantize(x, g, is_per_row(global_scale)))
-
-
-def dequantize(t: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values of an NVFP4 tensor: ``code * (scale * global)`` in fp32, then one rounding to `dtype`.
-
-    Parameters
-    ----------
-    t : NVFP4Tensor
-    dtype : torch.dtype
-        float32, float16 or bfloat16.
-
-    Returns
-    -------
-    torch.Tensor of t's logical shape
-        A block with the NaN scale is NaN.
-    """
-    return t.dequantize(dtype)
+def _from_bytes(
+    codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, transposed: bool
+) -> NVFP4Tensor:
+    return NVFP4Tensor._make(codes, scales.view(torch.float8_e4m3fn), global_scale, transposed)
 
 
 def _inner_contiguous(t: torch.Tensor) -> bool:

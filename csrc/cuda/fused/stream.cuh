@@ -76,7 +76,7 @@ class ActivationLoader {
 };
 
 template <typename T, int NT, bool Whole>
-__global__ void __launch_bounds__(kStreamWarps * 32, NT == 1   ? 5
+__global__ void __launch_bounds__(kStreamWarps * 32, NT == 1   ? 4
                                                      : NT == 2 ? 4
                                                      : NT == 4 ? 2
                                                                : 1)

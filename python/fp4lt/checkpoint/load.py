@@ -221,7 +221,8 @@ class _Part:
                 "they are read with order='gate_up' only"
             )
         own = scales[self._experts.start : self._experts.stop].contiguous()
-        shared = torch.ones(len(own)) if apart else own[:, 0].contiguous()
+        one = torch.ones(len(own), dtype=torch.float32, device=own.device)
+        shared = one if apart else own[:, 0].contiguous()
         return self._packed(self._rows, self._hidden, shared, tick), own if apart else None
 
     def w2(self, tick: Callable[[int], object]) -> Operand:
@@ -285,7 +286,7 @@ class _Part:
             kind, width = torch.uint8, len(columns) // 2
         else:
             kind, width = torch.float8_e4m3fn, len(columns) // BLOCK
-        stack = torch.empty((len(self._experts), rows, width), dtype=kind)
+        stack = torch.empty((len(self._experts), rows, width), dtype=kind, device="cpu")
         # Bytes through NumPy: torch would wake its thread pool for each of many small copies.
         target = stack.view(torch.uint8).numpy()
         for place, expert in enumerate(self._experts):

@@ -124,7 +124,7 @@ class ExpertReader:
         self, experts: range, projections: tuple[str, ...], parameter: str
     ) -> torch.Tensor:
         """Global scales as multipliers, (len(experts), len(projections)) float32."""
-        stored = torch.empty((len(experts), len(projections)), dtype=torch.float32)
+        stored = torch.empty((len(experts), len(projections)), dtype=torch.float32, device="cpu")
         for place, expert in enumerate(experts):
             for column, projection in enumerate(projections):
                 dtype, shape = self.spec(expert, projection, parameter)
@@ -145,7 +145,7 @@ class ExpertReader:
         """Turn divisors into multipliers, and refuse those that scale nothing."""
         reciprocal = self.convention is not None and self.convention.reciprocal
         # The format's own inverse, rounded once: amax/2688 may differ from it in the last bit.
-        scales = torch.ones(()) / stored if reciprocal else stored
+        scales = stored.reciprocal() if reciprocal else stored
         good = torch.isfinite(scales) & (scales > 0)
         if bool(good.all()):
             return scales

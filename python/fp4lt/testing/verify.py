@@ -14,7 +14,7 @@ import torch
 
 import fp4lt
 from fp4lt import _C, errors
-from fp4lt.tensor import quantize
+from fp4lt.rounding import quantize
 from fp4lt.testing import verify_codec, verify_gemm, verify_moe
 from fp4lt.testing.targets import Check, RefusedError, Target, find_depth, find_targets
 

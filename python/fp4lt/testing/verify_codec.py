@@ -9,7 +9,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from fp4lt.tensor import NVFP4Tensor, quantize
+from fp4lt.rounding import quantize
+from fp4lt.tensor import NVFP4Tensor
 from fp4lt.testing import bounds, cases, oracle
 from fp4lt.testing.oracle import Quantized
 from fp4lt.testing.targets import OUT_TYPES, Check, store
