@@ -36,17 +36,18 @@ if(NOT nvcc)
 endif()
 set(CMAKE_CUDA_COMPILER "${nvcc}")
 
+execute_process(COMMAND "${nvcc}" --list-gpu-code OUTPUT_VARIABLE known RESULT_VARIABLE status)
+if(NOT status EQUAL 0)
+  message(
+    FATAL_ERROR
+    "${nvcc} --list-gpu-code failed (${status}): the CUDA toolkit is broken; mend it, or build "
+    "without device code with FP4LT_CUDA=OFF"
+  )
+endif()
+
 # Must be set before enable_language().  CMAKE_CUDA_ARCHITECTURES or CUDAARCHS override the list:
 # sm_80 with PTX for everything that is not named, and the real targets that nvcc knows.
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
-  execute_process(COMMAND "${nvcc}" --list-gpu-code OUTPUT_VARIABLE known RESULT_VARIABLE status)
-  if(NOT status EQUAL 0)
-    message(
-      FATAL_ERROR
-      "${nvcc} --list-gpu-code failed (${status}): the CUDA toolkit is broken; mend it, or build "
-      "without device code with FP4LT_CUDA=OFF"
-    )
-  endif()
   set(CMAKE_CUDA_ARCHITECTURES 80)
   foreach(
     sm

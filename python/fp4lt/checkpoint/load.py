@@ -92,7 +92,8 @@ def load_moe(
     if order is not None and order not in ORDERS:
         raise ArgumentError(f"load_moe: order={order!r}; it must be one of {ORDERS}, or None")
     check_progress(progress)
-    with TensorSource(Path(path)) as source:
+    # Files are read into host memory, whatever the user made torch's default device.
+    with torch.device("cpu"), TensorSource(Path(path)) as source:
         found = select_layer(find_layers(source.where), layer, source.title)
         convention = found.convention()
         config = ModelConfig.read(source.folder)
