@@ -59,7 +59,10 @@ def machine(facts: dict[str, Any]) -> str:
 
 
 def git_revision(root: Path = ROOT) -> str:
-    """Short hash of the checkout, with ``-dirty`` when a tracked file was changed."""
+    """Short hash of the checkout, with ``-dirty`` when a tracked file was changed.
+
+    Where the tree was copied without its history, what ``FP4LT_GIT`` says.
+    """
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -70,7 +73,7 @@ def git_revision(root: Path = ROOT) -> str:
         head = git("rev-parse", "--short=12", "HEAD")
         return f"{head}-dirty" if git("status", "--porcelain", "-uno") else head
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("FP4LT_GIT", "unknown")
 
 
 def _version(package: str) -> str:

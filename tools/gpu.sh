@@ -15,4 +15,5 @@ PY
 python3 -m pip install --quiet --no-build-isolation --no-deps \
   -Ccmake.define.FP4LT_CUDA=ON -Ccmake.define.CMAKE_CUDA_ARCHITECTURES="$arch" .
 python3 -m pytest -m gpu -p no:cacheprovider --junitxml="$out/gpu-tests.xml" tests
-python3 -m benchmarks.moe_decode --json "$out/moe_decode.json"
+python3 -m benchmarks.moe_decode --preset deepseek-v3 --preset glm5-tp8 --preset qwen3-30b \
+  --tokens 1,4,16,64,256 --json "$out/moe_decode.json"
