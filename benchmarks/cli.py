@@ -35,7 +35,7 @@ from fp4lt import _C, errors
 
 PATIENCE = 1.0  # seconds after which the default repeats of a slow contender end
 CUDA_PATIENCE = 0.5  # the same of replays: they hardly vary, and a size is timed up to three times
-REPORT_WIDTH = 160  # columns of a report that goes to a file or a pipe
+REPORT_WIDTH = 170  # columns of a report that goes to a file or a pipe
 
 
 class UsageError(Exception):
@@ -187,6 +187,12 @@ class Session:
         advance: Callable[[str, int], None],
     ) -> list[report.Row]:
         """Make a layer, run the contenders on it and print its table."""
+        if fault := runner.device_fault(self.device):
+            own = runner.not_run(
+                name, raced, f"the GPU is unusable since an earlier layer: {fault}"
+            )
+            self.rows += own
+            return own
         advance(f"{name}: making the layer", 0)
         try:
             layer = make()

@@ -42,7 +42,7 @@ def best(row: Row, others: Iterable[Row], field: str, *, with_format: bool = Fal
 
 def _format(row: Row) -> str:
     bits = next((value for name, value in BITS.items() if name == row.weight_format), None)
-    return f"{row.weight_format}, {bits:g} bit"
+    return f"{row.weight_format} {bits:g} bit"
 
 
 def with_best_peers(rows: Sequence[Row], peers: Collection[str]) -> list[Row]:
@@ -75,40 +75,59 @@ def with_best_peers(rows: Sequence[Row], peers: Collection[str]) -> list[Row]:
     return result
 
 
+_TIMES = (
+    ("block", "us_median", "best_peer_ratio", "best_peer"),
+    ("gemm1", "gemm1_us", "gemm1_ratio", "gemm1_best_peer"),
+    ("gemm2", "gemm2_us", "gemm2_ratio", "gemm2_best_peer"),
+)
+
+
 def table(rows: Sequence[Row], size_name: str) -> Table | None:
-    """Lay out the ratios; None where nothing was raced against a peer."""
-    shown = [row for row in rows if row.any_format_ratio is not None or row.gemm1_ratio is not None]
+    """Lay out each time beside its ratio; None where no GEMM was timed apart and no peer ran."""
+    shown = [
+        row
+        for row in rows
+        if any(t is not None for t in (row.any_format_ratio, row.gemm1_us, row.gemm2_us))
+    ]
     if not shown:
         return None
-    result = report.grid(
-        "time over the best peer's in this run (below 1: faster than every peer)", size_name
+    title = (
+        "the block and its GEMMs, and time over the best peer's: below 1, faster than every peer"
     )
+    result = report.grid(title, size_name)
     for heading in ("contender", "recipe", "weights"):
         result.add_column(heading, no_wrap=True)
-    for heading in ("block", "gemm1", "gemm2", "block, any format"):
-        result.add_column(heading, no_wrap=True)
+    for what, *_ in _TIMES:
+        result.add_column(f"{what} us", justify="right", no_wrap=True)
+        result.add_column("/ best", no_wrap=True)
+    result.add_column("block / best of any format", no_wrap=True)
     shown.sort(key=lambda row: row.size or 0)
     for i, row in enumerate(shown):
+        cells = []
+        for _, time, ratio, peer in _TIMES:
+            cells.append(report.significant(getattr(row, time), 4))
+            cells.append(_cell(row, getattr(row, ratio), getattr(row, peer)))
         result.add_row(
             str(row.size),
             row.contender,
             row.recipe,
             row.weight_format or "",
-            _cell(row.best_peer_ratio, row.best_peer),
-            _cell(row.gemm1_ratio, row.gemm1_best_peer),
-            _cell(row.gemm2_ratio, row.gemm2_best_peer),
-            _cell(row.any_format_ratio, row.any_format_best_peer),
+            *cells,
+            _cell(row, row.any_format_ratio, row.any_format_best_peer),
             end_section=i + 1 == len(shown) or shown[i + 1].size != row.size,
         )
     return result
 
 
-def _cell(ratio: float | None, peer: str | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f} {peer}"
+def _cell(row: Row, ratio: float | None, peer: str | None) -> str:
+    if ratio is None or peer is None:
+        return ""
+    own = peer.partition(" ")[0] == row.contender
+    return "best" if own else f"{ratio:.2f} {peer}"
 
 
 def print_table(console: Console, rows: Sequence[Row], size_name: str) -> None:
-    """Print the ratios, if there are any."""
+    """Print what :func:`table` lays out, if anything."""
     ratios = table(rows, size_name)
     if ratios is not None:
         console.print(ratios)

@@ -71,7 +71,7 @@ def _seen(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
 
 
-def _significant(value: float | None, digits: int = 3) -> str:
+def significant(value: float | None, digits: int = 3) -> str:
     """Format with so many significant digits, 5 decimals at most, without exponent."""
     if value is None:
         return ""
@@ -106,25 +106,23 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "error": _error,
     "active": lambda row: _seen(row.active_experts, 1),
     "rows/act": lambda row: _seen(row.rows_per_active_expert, 2),
-    "us median": lambda row: _significant(row.us_median, 4),
-    "p10": lambda row: _significant(row.us_p10),
-    "p90": lambda row: _significant(row.us_p90),
+    "us median": lambda row: significant(row.us_median, 4),
+    "p10": lambda row: significant(row.us_p10),
+    "p90": lambda row: significant(row.us_p90),
     "n": lambda row: _text(row.calls),
     "preempt": lambda row: _seen(row.preemptions_per_call, 1),
-    "gemm1 us": lambda row: _significant(row.gemm1_us, 4),
-    "gemm2 us": lambda row: _significant(row.gemm2_us, 4),
-    "MB": lambda row: _significant(row.megabytes),
-    "GB/s": lambda row: _significant(row.gb_per_s),
-    "TFLOP/s": lambda row: _significant(row.tflop_per_s),
-    "floor us": lambda row: _significant(row.floor_us),
-    "% floor": lambda row: _significant(row.floor_percent),
+    "MB": lambda row: significant(row.megabytes),
+    "GB/s": lambda row: significant(row.gb_per_s),
+    "TFLOP/s": lambda row: significant(row.tflop_per_s),
+    "floor us": lambda row: significant(row.floor_us),
+    "% floor": lambda row: significant(row.floor_percent),
 }
 
 
 def grid(title: str, size_name: str) -> Table:
     """An empty table in the reports' style, with a column for sizes."""
     result = Table(title=escape(title), title_justify="left", title_style="bold", box=box.SIMPLE)
-    result.add_column(size_name, justify="right")
+    result.add_column(size_name, justify="right", no_wrap=True)
     return result
 
 

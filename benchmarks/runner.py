@@ -58,15 +58,36 @@ def run_layer(
         One row for each contender and size; one for a contender that cannot run.
     """
     rows: list[Row] = []
-    for contender in contenders:
+    for i, contender in enumerate(contenders):
         progress(f"{layer.name}: {contender.name} {contender.recipe}", 0)
         entry = _Entry(layer, contender, timer, reference, read, compute, boundary)
         rows += entry.run()
+        if fault := device_fault(layer.device):
+            reason = f"{contender.name} left the GPU unusable: {fault}"
+            return rows + not_run(layer.name, contenders[i + 1 :], reason)
         if layer.device.type == "cuda":
             gc.collect()  # weights in a cycle would stay beside the next contender's
             torch.cuda.empty_cache()  # a graph's memory comes back only so
         progress(f"{layer.name}: {contender.name} {contender.recipe}", len(layer.sweep))
     return rows
+
+
+def device_fault(device: torch.device) -> str | None:
+    """The CUDA error that ends all work of this process on the device, if there was one."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+    return None
+
+
+def not_run(layer: str, contenders: Sequence[Contender], reason: str) -> list[Row]:
+    """Rows of contenders that one reason keeps from a layer."""
+    return [
+        Row(layer, c.name, c.recipe, "unavailable", reason=reason, weight_format=c.weight_format)
+        for c in contenders
+    ]
 
 
 @dataclass(frozen=True)

@@ -116,8 +116,12 @@ class Peer(ABC):
 
     name: ClassVar[str]
     weight_format: ClassVar[WeightFormat] = "nvfp4"
-    limit: ClassVar[float] = 1e-2
-    """Largest norm-wise relative error: gate and up, u, z and the sum are rounded to bf16 each."""
+    limit: ClassVar[float] = 8e-3
+    """Largest norm-wise relative error.
+
+    Gate, up, u, z and the sum are rounded to bf16, and the reference's own u is: six roundings of
+    1.7e-3 each come to 4.1e-3, and this is twice that.
+    """
 
     def __init__(self) -> None:
         self._reason: str | None = None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,7 @@ class _Matrix:
     intervals: list[Interval]
     tuning: str
     copies: list[Tensors]
+    device: torch.device
 
     @classmethod
     def make(cls, weight: Nvfp4, rows: Sequence[int], copies: int) -> _Matrix:
@@ -56,11 +58,13 @@ class _Matrix:
         kind = importlib.import_module("humming.config").GemmType.INDEXED
         table = tune.get_heuristics_config(layer_config=layer, gemm_type=kind, **OPTIONS)
         intervals = tile_intervals(table, rows)
-        tuning = json.dumps(intervals)
+        device = weight.codes.device
+        return cls(layer, intervals, json.dumps(intervals), clones(tensors, copies), device)
+
+    def compile(self) -> None:
+        """Compile what the intervals name, or find it in the cache."""
         kernel = importlib.import_module("humming.kernel.humming").HummingKernel
-        device = torch.device("cuda", torch.cuda.current_device())
-        kernel.prepare_kernels(layer.to_str(), COMPUTE, tuning, device)
-        return cls(layer, intervals, tuning, clones(tensors, copies))
+        kernel.prepare_kernels(self.layer.to_str(), COMPUTE, self.tuning, self.device)
 
     def block_rows(self, rows: int) -> int:
         """Rows of a block of the kernel that runs so many."""
@@ -73,8 +77,7 @@ def _convert(weight: Nvfp4) -> tuple[Any, Tensors]:
     own = importlib.import_module("humming.schema.humming")
     transform = importlib.import_module("humming.transform")
     experts, n, k = weight.shape
-    device = torch.device("cuda", torch.cuda.current_device())
-    common = {"num_experts": experts, "device": device}
+    common = {"num_experts": experts, "device": weight.codes.device}
     schema, tensors = modelopt.ModeloptNvfp4WeightSchema().convert_humming(
         tensors={
             "weight": weight.codes,
@@ -111,8 +114,11 @@ class HummingBlock(Block):
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._locks = torch.zeros(64 * processors, dtype=torch.int32, device=device)
         self._forward = importlib.import_module("humming.forward").humming_forward
-        self._w13 = _Matrix.make(weights.w13, rows, copies)
-        self._w2 = _Matrix.make(weights.w2, rows, copies)
+        self._w13, self._w2 = (_Matrix.make(weight, rows, copies) for weight in weights)
+        # Half a minute of compilers' work: both matrices' kernels at once.
+        with ThreadPoolExecutor(2) as pool:
+            for done in [pool.submit(matrix.compile) for matrix in (self._w13, self._w2)]:
+                done.result()
 
     def plan(self, call: Inputs) -> tuple[Slots, Slots]:
         first, second = (m.block_rows(call.slots) for m in (self._w13, self._w2))

@@ -65,6 +65,7 @@ class TorchGrouped(Peer):
 
     name = "torch-grouped"
     weight_format: ClassVar[WeightFormat] = "bf16"
+    limit: ClassVar[float] = 1e-2  # the weights are rounded as well
 
     def load(self) -> None:
         if not hasattr(torch, "_grouped_mm"):

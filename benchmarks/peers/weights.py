@@ -33,9 +33,9 @@ class Nvfp4(NamedTuple):
         return experts, rows, 2 * half
 
     def dense(self, expert: int) -> torch.Tensor:
-        """(N, K) float32: code times scale is exact, times the global scale rounded once."""
-        scale = self.scales[expert].float().repeat_interleave(16, 1)
-        return decode(self.codes[expert]) * scale * self.global_scale[expert]
+        """(N, K) float32, rounded as fp4lt rounds them: ``code * (scale * global_scale)``."""
+        scale = self.scales[expert].float() * self.global_scale[expert]
+        return decode(self.codes[expert]) * scale.repeat_interleave(16, 1)
 
 
 class Weights(NamedTuple):
