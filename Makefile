@@ -28,9 +28,9 @@ test: install
 bench: install
 	$(PY) -m benchmarks.moe_decode $(BENCH_ARGS)
 
-# What the benchmarks race on a GPU: 337 MB are fetched, 39 MB kept in .peers.  Needs no GPU.
-peers: install
-	$(PY) -m benchmarks.peers.prepare
+# What the benchmarks race on a GPU: 337 MB are fetched, 39 MB kept in .peers.  Needs neither torch nor a GPU.
+peers:
+	$(PYTHON) -m benchmarks.peers.prepare
 
 $(VENV)/.linters: $(VENV)/.installed
 	$(PIP) '.[lint,$(EXTRAS)]'

@@ -34,7 +34,7 @@ from benchmarks.timing import CudaGraph, Timer, WallClock
 from fp4lt import _C, errors
 
 PATIENCE = 1.0  # seconds after which the default repeats of a slow contender end
-CUDA_PATIENCE = 0.5  # the same of replays: they hardly vary, and a size is timed up to three times
+CUDA_PATIENCE = 0.3  # the same of replays: they hardly vary, and a size is timed up to three times
 REPORT_WIDTH = 170  # columns of a report that goes to a file or a pipe
 
 

@@ -177,7 +177,7 @@ class CudaGraph:
     min_time : float
         Go on until the timed replays add up to this many seconds, up to ``max_repeats``.
     max_time : float
-        Stop after this many seconds of replays even short of ``repeats``, though not before 5.
+        Stop after this many seconds of replays even short of ``repeats``, though not before 3.
     warm : bool
         Only for the description: there is but one copy of the weights.
     """
@@ -221,7 +221,7 @@ class CudaGraph:
         return Samples(tuple(us), group=self.calls)
 
     def _wants_more(self, us: list[float]) -> bool:
-        if len(us) < min(5, self.repeats):
+        if len(us) < min(3, self.repeats):
             return True
         if sum(us) * self.calls >= self.max_time * 1e6:
             return False

@@ -207,6 +207,17 @@ def test_the_real_bundle_is_the_pinned_one() -> None:
     bundle.verify(bundle.folder())
 
 
+def test_fetching_needs_the_standard_library_only() -> None:
+    code = (
+        "import sys; import benchmarks.peers.prepare; "
+        "print({'torch', 'fp4lt', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "set()"
+
+
 def test_git_ignores_the_bundle() -> None:
     assert ".peers/" in (ROOT / ".gitignore").read_text().splitlines()
     assert json.dumps(".peers") not in (ROOT / "pyproject.toml").read_text()

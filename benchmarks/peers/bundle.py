@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.environment import ROOT
-
+# Not from elsewhere in benchmarks: fetching the bundle needs neither torch nor this package.
+ROOT = Path(__file__).resolve().parents[2]
 PREPARE = "python -m benchmarks.peers.prepare"
 
 

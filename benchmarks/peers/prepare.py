@@ -2,8 +2,8 @@
 """Fetch what the peers need: ``python -m benchmarks.peers.prepare`` from the repository's root.
 
 Two pinned wheels (337 MB) are downloaded by pip to a temporary folder, checked against their
-SHA-256, and cut down to about 39 MB in ``.peers``.  Needs no GPU.  A second run checks the folder
-and downloads nothing.  Nothing fetched here may be committed or passed on.
+SHA-256, and cut down to about 39 MB in ``.peers``.  Needs neither torch nor a GPU.  A second run
+checks the folder and downloads nothing.  Nothing fetched here may be committed or passed on.
 """
 
 from __future__ import annotations
