@@ -10,7 +10,7 @@ PIP := $(PY) -m pip install --quiet --constraint constraints.txt
 
 SOURCES := $(shell find csrc cmake python -name '*.[ch]*' -o -name '*.py' -o -name '*.pyi')
 
-.PHONY: test bench lint format stubs gpu-test clean install
+.PHONY: test bench peers lint format stubs gpu-test clean install
 
 install: $(VENV)/.installed
 
@@ -27,6 +27,10 @@ test: install
 
 bench: install
 	$(PY) -m benchmarks.moe_decode $(BENCH_ARGS)
+
+# What the benchmarks race on a GPU: 337 MB are fetched, 39 MB kept in .peers.  Needs neither torch nor a GPU.
+peers:
+	$(PYTHON) -m benchmarks.peers.prepare
 
 $(VENV)/.linters: $(VENV)/.installed
 	$(PIP) '.[lint,$(EXTRAS)]'

@@ -9,18 +9,22 @@ from typing import Literal
 
 import numpy as np
 
-WeightFormat = Literal["nvfp4", "bf16", "fp32"]
+WeightFormat = Literal["nvfp4", "mxfp4", "bf16", "fp32"]
+BITS: dict[WeightFormat, float] = {"nvfp4": 4.5, "mxfp4": 4.25, "bf16": 16, "fp32": 32}
+"""Bits of a weight, its share of the block scales included."""
 ACTIVATION_BYTES = 2  # hidden states and outputs are bf16 for every contender
 
 
 def weight_bytes(elements: int, weight_format: WeightFormat) -> int:
-    """Bytes of ``elements`` weights: 4-bit codes plus a byte for 16 of them, or plain numbers.
+    """Bytes of ``elements`` weights: 4-bit codes plus a byte for 16 (MXFP4: 32), or plain numbers.
 
     Tile padding of the scales and the few global scales are not counted: no multiplication needs
     the padding, and the globals are 12 bytes an expert at most.
     """
     if weight_format == "nvfp4":
         return elements // 2 + elements // 16
+    if weight_format == "mxfp4":
+        return elements // 2 + elements // 32
     return elements * (2 if weight_format == "bf16" else 4)
 
 

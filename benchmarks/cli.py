@@ -14,14 +14,28 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import ceilings, environment, layers, plot, presets, report, routing, runner
-from benchmarks.contenders import RECIPES, Contender, Recipe
+from benchmarks import (
+    ceilings,
+    environment,
+    layers,
+    plot,
+    presets,
+    ranking,
+    report,
+    routing,
+    runner,
+)
+from benchmarks.accounting import BITS
+from benchmarks.contenders import PEER_NAMES, Contender
+from benchmarks.peers import bundle
+from benchmarks.prepared import BOUNDARIES, RECIPES, Recipe
 from benchmarks.reference import Reference
 from benchmarks.timing import CudaGraph, Timer, WallClock
 from fp4lt import _C, errors
 
 PATIENCE = 1.0  # seconds after which the default repeats of a slow contender end
-REPORT_WIDTH = 160  # columns of a report that goes to a file or a pipe
+CUDA_PATIENCE = 0.3  # the same of replays: they hardly vary, and a size is timed up to three times
+REPORT_WIDTH = 170  # columns of a report that goes to a file or a pipe
 
 
 class UsageError(Exception):
@@ -66,6 +80,12 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         help="w4a4, w4a16 or both, of fp4lt; the torch baselines are w4a16",
     )
     add("--contenders", metavar="NAME,...", help="only these")
+    add(
+        "--boundary",
+        choices=tuple(BOUNDARIES),
+        default="all",
+        help="time whole calls, a MoE block's two GEMMs apart, or both (default all)",
+    )
     add("--device", help="cpu or cuda; default cuda where torch sees one")
     add("--threads", type=positive, help="default: torch's own choice")
     add("--seed", type=int, default=0, help="of weights, activations and routings")
@@ -108,6 +128,7 @@ class Session:
             plot.require(options.plot)
         if options.min_time is not None and not options.min_time >= 0:
             raise UsageError(f"--min-time must be 0 or more seconds, got {options.min_time}")
+        bundle.set_cache_variables()  # before CUDA is initialized
         self.device = _device(options.device)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
@@ -148,6 +169,7 @@ class Session:
                 calls=4 if quick else 16,
                 repeats=repeats or (3 if quick else 20),
                 min_time=0.0 if quick else least,
+                max_time=float("inf") if repeats or min_time else CUDA_PATIENCE,
                 warm=self.options.warm,
             )
         return WallClock(
@@ -165,6 +187,12 @@ class Session:
         advance: Callable[[str, int], None],
     ) -> list[report.Row]:
         """Make a layer, run the contenders on it and print its table."""
+        if fault := runner.device_fault(self.device):
+            own = runner.not_run(
+                name, raced, f"the GPU is unusable since an earlier layer: {fault}"
+            )
+            self.rows += own
+            return own
         advance(f"{name}: making the layer", 0)
         try:
             layer = make()
@@ -185,11 +213,14 @@ class Session:
             reference=Reference(layer),
             read=self.read,
             compute=self.compute,
+            boundary=self.options.boundary,
             progress=advance,
         )
+        own = ranking.with_best_peers(own, PEER_NAMES)
         title = layer.title + note
         size_name = "T" if layer.kind == "moe" else "rows"
         report.print_layer(self.console, title, own, size_name)
+        ranking.print_table(self.console, own, size_name)
         self.rows += own
         self.titles[layer.name] = title
         self.size_names[layer.name] = size_name
@@ -208,6 +239,9 @@ class Session:
                 "seed": self.options.seed,
                 "quick": self.options.quick,
                 "cold": not self.options.warm,
+                "boundary": self.options.boundary,
+                "boundaries": BOUNDARIES,
+                "bits_per_weight": BITS,
                 "layers": self.titles,
             }
             document = report.document(self.facts, self.read, self.compute, settings, self.rows)

@@ -1,25 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is raced: fp4lt's backends, plain torch, and the names that cannot run here, with why."""
+"""What is raced: fp4lt's backends, plain torch, peers, and names that cannot run here, with why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
 import fp4lt
-from benchmarks import torch_loops
+from benchmarks import fused_stages, torch_loops
 from benchmarks.accounting import WeightFormat, weight_bytes
 from benchmarks.layers import Batch, GemmBatch, GemmLayer, Layer, MoEBatch
-from benchmarks.torch_loops import Runner
+from benchmarks.peers.contender import PeerContender
+from benchmarks.peers.humming import Humming
+from benchmarks.peers.marlin import Marlin
+from benchmarks.peers.torch_grouped import TorchGrouped
+from benchmarks.peers.triton_mxfp4 import TritonMxfp4
+from benchmarks.peers.weights import unsupported
+from benchmarks.prepared import RECIPES, Prepared, Recipe, Runner
 from fp4lt.backends import BACKENDS
 
-__all__ = ["Absent", "Contender", "Fp4lt", "Grouped", "Recipe", "Runner", "Torch", "contenders"]
-
-Recipe = Literal["w4a4", "w4a16"]
-RECIPES: tuple[Recipe, ...] = ("w4a4", "w4a16")
+__all__ = [
+    "PEER_NAMES",
+    "RECIPES",
+    "Absent",
+    "Contender",
+    "Fp4lt",
+    "Grouped",
+    "Recipe",
+    "Runner",
+    "Torch",
+    "contenders",
+]
 
 # Norm-wise relative error against the float64 reference of the same recipe, bf16 output.
 FP4LT_LIMITS: dict[Recipe, float] = {"w4a4": 2.5e-3, "w4a16": 3e-3}
@@ -59,7 +73,7 @@ class Contender(Protocol):
         ...
 
     def prepare(self, layer: Layer) -> Runner:
-        """Return a function from a batch to (T, H) or (M, N) bf16."""
+        """Return a function from a batch to (T, H) or (M, N) bf16, or a :class:`Prepared`."""
         ...
 
 
@@ -119,6 +133,9 @@ class Fp4lt:
                 backend=self.backend,
             )
 
+        if self.backend == "fused" and layer.device.type == "cuda":
+            gemm1, gemm2 = fused_stages.gemms(layer, self.recipe)
+            return Prepared(block, gemm1=gemm1, gemm2=gemm2)
         return block
 
 
@@ -189,6 +206,10 @@ class Grouped:
         return _over_budget(layer, self.weight_format, self.memory_budget)
 
     def prepare(self, layer: Layer) -> Runner:
+        # Its plain form has a kernel between the GEMMs; what that does not know goes by torch.
+        peer = PeerContender(TorchGrouped(), self.memory_budget)
+        if unsupported(layer) is None and (layer.device.type == "cpu" or not peer.refusal(layer)):
+            return peer.prepare(layer)
         copies = _expand(layer, torch.bfloat16, self.memory_budget)
         return torch_loops.grouped(layer, lambda copy: copies[copy % len(copies)])
 
@@ -233,11 +254,10 @@ class Absent:
         raise NotImplementedError(self.refusal(layer))
 
 
-PEERS = (
-    Absent("flashinfer-cutlass", "a GPU with FP4 tensor cores (CC 10.0 or later)", "w4a4"),
-    Absent("marlin", "vLLM's marlin MoE kernel on an NVIDIA GPU"),
-    Absent("humming", "humming-kernels on an NVIDIA GPU"),
-)
+ABSENT = (Absent("flashinfer-cutlass", "a GPU with FP4 tensor cores (CC 10.0 or later)", "w4a4"),)
+PEERS = (Marlin(), Humming(), TritonMxfp4())  # the last spends longest in its compiler
+PEER_NAMES = frozenset(peer.name for peer in (*ABSENT, *PEERS, TorchGrouped()))
+"""Other projects' kernels: what the ratio to the best peer is taken of."""
 
 
 def contenders(recipes: Sequence[Recipe], memory_budget: int) -> tuple[Contender, ...]:
@@ -255,6 +275,8 @@ def contenders(recipes: Sequence[Recipe], memory_budget: int) -> tuple[Contender
         yield Torch(torch.float32, ahead=True, memory_budget=memory_budget)
         yield Torch(torch.bfloat16, ahead=False, memory_budget=memory_budget)
         yield Grouped(memory_budget)
-        yield from PEERS
+        yield from ABSENT
+        for peer in PEERS:
+            yield PeerContender(peer, memory_budget)
 
     return tuple(generate())

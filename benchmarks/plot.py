@@ -53,7 +53,7 @@ def write(
     """
     matplotlib = require(path)
     figures = importlib.import_module("matplotlib.figure")
-    timed = [row for row in rows if row.status == "ok"]
+    timed = [row for row in rows if row.us_median is not None]
     drawn = [name for name in titles if any(row.layer == name for row in timed)]
     if not drawn:
         raise PlotError(f"--plot {path}: nothing was timed")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from benchmarks.accounting import BITS
 from benchmarks.ceilings import Ceiling
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY = 0.5  # load average of the minute before a run above which the header warns
 Status = Literal["ok", "FAILED", "unavailable"]
 
@@ -29,6 +30,7 @@ class Row:
 
     Times are in microseconds, ``megabytes`` in 1e6 bytes, rates in 1e9 bytes and 1e12 operations
     per second; averages are over the timed calls.  ``size`` is tokens, for a GEMM rows per expert.
+    A ratio is this row's time over the best peer's: below 1 this row is faster.
     """
 
     layer: str
@@ -53,13 +55,23 @@ class Row:
     floor_us: float | None = None
     floor_bound: str | None = None
     floor_percent: float | None = None
+    gemm1_us: float | None = None
+    gemm2_us: float | None = None
+    best_peer: str | None = None
+    best_peer_ratio: float | None = None
+    gemm1_best_peer: str | None = None
+    gemm1_ratio: float | None = None
+    gemm2_best_peer: str | None = None
+    gemm2_ratio: float | None = None
+    any_format_best_peer: str | None = None
+    any_format_ratio: float | None = None
 
 
 def _seen(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
 
 
-def _significant(value: float | None, digits: int = 3) -> str:
+def significant(value: float | None, digits: int = 3) -> str:
     """Format with so many significant digits, 5 decimals at most, without exponent."""
     if value is None:
         return ""
@@ -73,55 +85,66 @@ def _decimals(value: float, digits: int) -> int:
     return min(5, max(0, digits - 1 - exponent))
 
 
-def table(title: str, rows: Sequence[Row], size_name: str) -> Table:
-    """Lay out one layer's rows, by size and in the contenders' order within a size."""
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _error(row: Row) -> str:
+    error = "" if row.error is None else f"{row.error:.1e}"
+    return f"[bold red]FAILED[/] {error}" if row.status == "FAILED" else error
+
+
+def _weights(row: Row) -> str:
+    bits = {str(name): value for name, value in BITS.items()}
+    return "" if row.weight_format is None else f"{row.weight_format} {bits[row.weight_format]:g}b"
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "contender": lambda row: escape(row.contender),
+    "recipe": lambda row: row.recipe,
+    "weights": _weights,
+    "error": _error,
+    "active": lambda row: _seen(row.active_experts, 1),
+    "rows/act": lambda row: _seen(row.rows_per_active_expert, 2),
+    "us median": lambda row: significant(row.us_median, 4),
+    "p10": lambda row: significant(row.us_p10),
+    "p90": lambda row: significant(row.us_p90),
+    "n": lambda row: _text(row.calls),
+    "preempt": lambda row: _seen(row.preemptions_per_call, 1),
+    "MB": lambda row: significant(row.megabytes),
+    "GB/s": lambda row: significant(row.gb_per_s),
+    "TFLOP/s": lambda row: significant(row.tflop_per_s),
+    "floor us": lambda row: significant(row.floor_us),
+    "% floor": lambda row: significant(row.floor_percent),
+}
+
+
+def grid(title: str, size_name: str) -> Table:
+    """An empty table in the reports' style, with a column for sizes."""
     result = Table(title=escape(title), title_justify="left", title_style="bold", box=box.SIMPLE)
-    result.add_column(size_name, justify="right")
-    result.add_column("contender", no_wrap=True)
-    result.add_column("recipe", no_wrap=True)
-    for heading in (
-        "error",
-        "active",
-        "rows/act",
-        "us median",
-        "p10",
-        "p90",
-        "n",
-        "preempt",
-        "MB",
-        "GB/s",
-        "TFLOP/s",
-        "floor us",
-        "% floor",
-    ):
-        result.add_column(heading, justify="right", no_wrap=True)
-    shown = [row for row in rows if row.status != "unavailable"]
-    sizes = sorted({row.size for row in shown if row.size is not None})
-    for size in sizes:
-        group = [row for row in shown if row.size == size]
-        for row in group:
-            error = "" if row.error is None else f"{row.error:.1e}"
-            if row.status == "FAILED":
-                error = f"[bold red]FAILED[/] {error}"
-            result.add_row(
-                str(size),
-                escape(row.contender),
-                row.recipe,
-                error,
-                _seen(row.active_experts, 1),
-                _seen(row.rows_per_active_expert, 2),
-                _significant(row.us_median, 4),
-                _significant(row.us_p10),
-                _significant(row.us_p90),
-                "" if row.calls is None else str(row.calls),
-                _seen(row.preemptions_per_call, 1),
-                _significant(row.megabytes),
-                _significant(row.gb_per_s),
-                _significant(row.tflop_per_s),
-                _significant(row.floor_us),
-                _significant(row.floor_percent),
-                end_section=row is group[-1],
-            )
+    result.add_column(size_name, justify="right", no_wrap=True)
+    return result
+
+
+def table(title: str, rows: Sequence[Row], size_name: str) -> Table:
+    """Lay out one layer's rows, by size and in the contenders' order within a size.
+
+    A column that no row has a value for is left out.
+    """
+    shown = sorted(
+        (row for row in rows if row.status != "unavailable" and row.size is not None),
+        key=lambda row: row.size or 0,
+    )
+    cells = {heading: [cell(row) for row in shown] for heading, cell in COLUMNS.items()}
+    used = [heading for heading, column in cells.items() if any(column)]
+    result = grid(title, size_name)
+    for heading in used:
+        left = heading in ("contender", "recipe", "weights")
+        result.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    for i, row in enumerate(shown):
+        last = i + 1 == len(shown) or shown[i + 1].size != row.size
+        values = (cells[heading][i] for heading in used)
+        result.add_row(str(row.size), *values, end_section=last)
     return result
 
 

@@ -176,6 +176,8 @@ class CudaGraph:
         Timed replays wanted.
     min_time : float
         Go on until the timed replays add up to this many seconds, up to ``max_repeats``.
+    max_time : float
+        Stop after this many seconds of replays even short of ``repeats``, though not before 3.
     warm : bool
         Only for the description: there is but one copy of the weights.
     """
@@ -184,6 +186,7 @@ class CudaGraph:
     repeats: int = 20
     min_time: float = 0.1
     max_repeats: int = 200
+    max_time: float = float("inf")
     warmup: int = 2
     warm: bool = False
 
@@ -218,6 +221,10 @@ class CudaGraph:
         return Samples(tuple(us), group=self.calls)
 
     def _wants_more(self, us: list[float]) -> bool:
+        if len(us) < min(3, self.repeats):
+            return True
+        if sum(us) * self.calls >= self.max_time * 1e6:
+            return False
         if len(us) < self.repeats:
             return True
         return sum(us) * self.calls < self.min_time * 1e6 and len(us) < self.max_repeats

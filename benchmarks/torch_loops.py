@@ -10,10 +10,10 @@ import torch
 
 import fp4lt
 from benchmarks.layers import Batch, GemmBatch, GemmLayer, Layer, MoEBatch, MoELayer
+from benchmarks.prepared import Runner
 
 Matrices = Callable[[int, int], tuple[torch.Tensor, ...]]
 """From copy and expert to the expert's dense matrices, (N, K) each."""
-Runner = Callable[[Batch], torch.Tensor]
 
 _SWIGLU: dict[str, tuple[Any, ...]] = {"silu": (1.0, 0.0, None), "swigluoai": (1.702, 1.0, 7.0)}
 

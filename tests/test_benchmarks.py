@@ -333,9 +333,11 @@ def test_cuda_graph_goes_on_for_min_time(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=fake))
     # A replay takes 4 ms: the fifth is the first to reach 20 ms.
     assert timing.CudaGraph(calls=4, repeats=1, min_time=20e-3).measure(fake.prepare).n == 5
-    capped = timing.CudaGraph(calls=4, repeats=1, min_time=1e9, max_repeats=7)
-    assert capped.measure(fake.prepare).n == 7
-    assert "cold" in capped.description
+    assert timing.CudaGraph(calls=4, min_time=1e9, max_repeats=20).measure(fake.prepare).n == 20
+    for seconds, replays in ((5e-3, 3), (30e-3, 8)):  # three are made at least
+        hasty = timing.CudaGraph(calls=4, min_time=1.0, max_time=seconds)
+        assert hasty.measure(fake.prepare).n == replays
+    assert "cold" in timing.CudaGraph().description
     assert "warm: one copy" in timing.CudaGraph(warm=True).description
 
 
@@ -394,5 +396,5 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_numbers_keep_their_significant_digits() -> None:
     values = (0.0, 2e-7, 0.012345, 1.2345, 9.999, 123.45, 123456.0)
-    shown = [report._significant(value) for value in values]
+    shown = [report.significant(value) for value in values]
     assert shown == ["0", "0.00000", "0.0123", "1.23", "10.0", "123", "123,000"]

@@ -12,7 +12,17 @@ import pytest
 import torch
 from benchmark_cases import Altered
 
-from benchmarks import cli, environment, gemm_sweep, moe_decode, plot, presets, report, routing
+from benchmarks import (
+    accounting,
+    cli,
+    environment,
+    gemm_sweep,
+    moe_decode,
+    plot,
+    presets,
+    report,
+    routing,
+)
 from benchmarks.contenders import PEERS, contenders
 
 CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
@@ -42,7 +52,7 @@ def test_tiny_run_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             assert row["error"] <= row["limit"]
             assert row["calls"] == 3
             # H 256, I 128: 98304 weights an expert, two active; x and y.
-            per_weight = {"nvfp4": 0.5625, "bf16": 2, "fp32": 4}[row["weight_format"]]
+            per_weight = accounting.BITS[row["weight_format"]] / 8
             assert row["megabytes"] == (2 * 98304 * per_weight + 2 * 2 * 256) / 1e6
         else:
             assert row["status"] == "unavailable"
@@ -109,6 +119,9 @@ def test_list_names_presets_and_contenders(capsys: pytest.CaptureFixture[str]) -
         "fp4lt-cpu",
         "torch-dequant",
         "flashinfer-cutlass",
+        "marlin",
+        "humming",
+        "triton-mxfp4",
     ):
         assert name in out
 
@@ -267,6 +280,7 @@ def _gpu_rows(main: Any, arguments: list[str], path: Path) -> list[dict[str, Any
 )
 def test_blocks_on_cuda(preset: str, tmp_path: Path) -> None:
     options = ["--preset", preset, "--experts", "16", "--tokens", "1,40"]
+    options += ["--contenders", "fp4lt-fused,torch-grouped,torch-dequant,torch-bf16"]
     rows = _gpu_rows(moe_decode.main, options, tmp_path / "x.json")
     ran = {(row["contender"], row["recipe"], row["size"]) for row in rows if row["status"] == "ok"}
     for size in (1, 40):

@@ -159,6 +159,21 @@ def test_dense_copies_respect_the_memory_budget() -> None:
     assert "the budget is" in reason
 
 
+def test_a_batch_is_drawn_once_and_no_layer_has_anothers() -> None:
+    layer, other = layers.from_preset(TINY), layers.from_preset(TINY, seed=1)
+    assert isinstance(layer, layers.MoELayer)
+    assert isinstance(other, layers.MoELayer)
+    assert layer.batch(5, 0) is layer.batch(5, 0)
+    assert layer.batch(1, 0).x.shape[0] == 1
+    assert not torch.equal(layer.batch(5, 0).routing.ids, layer.batch(5, 1).routing.ids)
+    assert not torch.equal(layer.batch(5, 0).routing.ids, other.batch(5, 0).routing.ids)
+    for far in (-1, layers.MOST_KEPT):
+        assert layer.batch(5, far) is not layer.batch(5, far)
+        assert torch.equal(layer.batch(5, far).routing.ids, layer.batch(5, far).routing.ids)
+    copies = layers.with_copies(layer, 2)
+    assert [copies.batch(5, i).copy for i in range(2)] == [0, 1]
+
+
 def test_the_reference_is_the_same_at_every_size() -> None:
     layer = layers.from_preset(TINY)
     assert isinstance(layer, layers.MoELayer)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused backend's two GEMM launches apart, with everything before them done beforehand.
+
+They are made of the backend's own pieces, in the order of its ``run_block``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.layers import Batch, MoEBatch, MoELayer
+from benchmarks.prepared import Recipe, Stage
+from benchmarks.timing import Call
+from fp4lt._interop import address
+from fp4lt.backends import fused
+from fp4lt.block import moe_call, moe_problem
+from fp4lt.problem import MoECall, MoEProblem
+
+
+class _Pass(NamedTuple):
+    """One pass over the tokens, sorted and with its activations ready for w13."""
+
+    problem: MoEProblem
+    call: MoECall
+    routes: fused._Routes
+    a1: fused._Prepared
+    row_index: torch.Tensor | None
+
+    def gemm1(self) -> torch.Tensor:
+        """(T * k, 2I) float32, as the block has it."""
+        call = self.call
+        h = self._empty(call.w13.shape[1])
+        fused._gemm(
+            self.routes.work,
+            self.a1,
+            self.row_index,
+            call.w13,
+            h,
+            alpha=call.gate_up_scales,
+            order=self.problem.order,
+            bias=call.w13_bias,
+        )
+        return h
+
+    def activated(self) -> fused._Prepared:
+        """w2's operand."""
+        return fused.activate(self.problem, self.call, self.gemm1(), self.routes)
+
+    def gemm2(self, a2: fused._Prepared) -> torch.Tensor:
+        """(T * k, H) float32."""
+        z = self._empty(self.problem.hidden)
+        fused._gemm(self.routes.work, a2, None, self.call.w2, z, bias=self.call.w2_bias)
+        return z
+
+    def _empty(self, width: int) -> torch.Tensor:
+        slots, device = self.call.topk_ids.numel(), self.call.hidden.device
+        return torch.empty(slots, width, dtype=torch.float32, device=device)
+
+
+def _pass(problem: MoEProblem, call: MoECall) -> _Pass:
+    routes = fused._route(problem, call)
+    x = call.hidden
+    if call.router_weight_on_input:
+        x = fused._scale_rows(x, call.topk_weights)
+    if problem.quantizes and call.a1_scale is not None and call.a1_scale.ndim:
+        slots, count = call.topk_ids.numel(), address(routes.rows)
+        a1 = fused._prepare(x, slots, True, call.a1_scale, routes.expert, routes.token, count)
+        return _Pass(problem, call, routes, a1, None)
+    a1 = fused._prepare(x, x.shape[0], problem.quantizes, call.a1_scale)
+    return _Pass(problem, call, routes, a1, routes.token)
+
+
+def passes(layer: MoELayer, recipe: Recipe, batch: Batch) -> list[_Pass]:
+    """What the backend would do for a batch, up to the first GEMM."""
+    assert isinstance(batch, MoEBatch)
+    weights, router = layer.copies[batch.copy], batch.routing
+    given = (batch.x, weights, router.weights, router.ids)
+    problem = moe_problem(*given, recipe)
+    call = moe_call(problem, *given, layer.router_weight_on_input, None)
+    return [_pass(problem, part) for part in fused._passes(problem, call)]
+
+
+def gemms(layer: MoELayer, recipe: Recipe) -> tuple[Stage, Stage]:
+    """Stages for w13 and w2."""
+
+    def first(batch: Batch) -> Call:
+        parts = passes(layer, recipe, batch)
+        return lambda: [part.gemm1() for part in parts]
+
+    def second(batch: Batch) -> Call:
+        parts = [(part, part.activated()) for part in passes(layer, recipe, batch)]
+        return lambda: [part.gemm2(a2) for part, a2 in parts]
+
+    return first, second
