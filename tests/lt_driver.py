@@ -170,6 +170,7 @@ class Matmul:
     choice: int = 0
     workspace_bytes: int | None = None
     algo: Algo | None = None
+    stream: int | None = None
     keep: list[Any] = field(default_factory=list)
 
     def point(self, attribute: int, array: U8 | None) -> None:
@@ -245,5 +246,5 @@ class Matmul:
             None if algo is None else ctypes.byref(algo),
             at["workspace"],
             ctypes.c_size_t(size),
-            None,
+            ctypes.c_void_p(self.stream),
         )

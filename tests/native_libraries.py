@@ -117,7 +117,9 @@ def recorder() -> Path:
     if compiler is None:
         raise FileNotFoundError("no C++ compiler: set CXX")
     sources = sorted((TESTS / "recorder").glob("*.cpp"))
-    link = [compiler, "-shared", "-ldl"]
+    # Its own C++ runtime: preloading must not choose the program's.
+    static = ["-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL"]
+    link = [compiler, "-shared", *static, "-ldl"]
     return _build("recorder", sources, [compiler, *FLAGS, *WARNINGS], link, "librecord_cublaslt.so")
 
 

@@ -14,7 +14,7 @@ import native_libraries
 import numpy as np
 import pytest
 import torch
-from lt_driver import Lt, buffer, i32, i64, placed
+from lt_driver import Lt, i32, i64, placed
 
 from fp4lt.testing import bounds, cases, oracle
 
@@ -281,9 +281,9 @@ def test_symbols_of_older_libraries() -> None:
     assert hasattr(old, "cublasLtMatmul")
 
 
+@pytest.mark.slow
 def test_cuda_build_compiles() -> None:
     if native_libraries.nvcc() is None:
         pytest.skip("no nvcc on this machine")
     library = ctypes.CDLL(str(native_libraries.fake_cublaslt(cuda=True)))
     assert library.fake_matmuls() == 0
-    assert buffer(1).size == 1

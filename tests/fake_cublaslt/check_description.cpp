@@ -130,7 +130,9 @@ void check_shape(Problem& p) {
     FAKE_REQUIRE(all[i]->order == ORDER_COL, NOT_SUPPORTED, "%s has order %d: column order (0)",
                  names[i], all[i]->order);
     FAKE_REQUIRE(all[i]->plane_offset == 0, NOT_SUPPORTED, "%s is planar-complex", names[i]);
-    FAKE_REQUIRE((all[i]->batch_mode == BATCH_GROUPED) == p.grouped, INVALID_VALUE,
+    FAKE_REQUIRE(!is_grouped(*all[i]) || size_of(*all[i]) == sizeof(Layout), INVALID_VALUE,
+                 "%s is grouped in a structure of 64 bytes", names[i]);
+    FAKE_REQUIRE(is_grouped(*all[i]) == p.grouped, INVALID_VALUE,
                  "%s has batch mode %d, A has %d: all must be the same", names[i],
                  all[i]->batch_mode, p.a.batch_mode);
   }
@@ -181,8 +183,7 @@ Problem describe(void* desc, void* a, void* b, void* c, void* d) {
   Layout* taken[] = {&p.a, &p.b, &p.c, &p.d};
   for (int i = 0; i < 4; ++i) {
     const Layout& layout = living_layout(given[i], names[i]);
-    __builtin_memcpy(static_cast<void*>(taken[i]), &layout,
-                     is_grouped(layout) ? sizeof(Layout) : kPlainLayoutBytes);
+    __builtin_memcpy(static_cast<void*>(taken[i]), &layout, size_of(layout));
   }
   p.grouped = is_grouped(p.a);
   p.nvfp4 = p.a.type == R_4F_E2M1 && p.b.type == R_4F_E2M1;

@@ -66,7 +66,7 @@ constexpr Attribute kLayoutAttributes[] = {
     FIELD(LAYOUT_BATCH_COUNT, Layout, batch_count, 0),
     FIELD(LAYOUT_BATCH_OFFSET, Layout, batch_offset, 0),
     FIELD(LAYOUT_PLANE_OFFSET, Layout, plane_offset, 0),
-    FIELD(LAYOUT_BATCH_MODE, Layout, batch_mode, 120900),
+    FIELD(LAYOUT_BATCH_MODE, Layout, batch_mode, 0),
     FIELD(LAYOUT_ROWS_ARRAY, Layout, rows_array, 130200),
     FIELD(LAYOUT_COLS_ARRAY, Layout, cols_array, 130200),
     FIELD(LAYOUT_LD_ARRAY, Layout, ld_array, 130200),
@@ -145,16 +145,16 @@ void fill(Desc& desc, int compute_type, int scale_type) {
   desc.batch_invariance = 0x8000;
 }
 
-// Writes the first 64 bytes only.
-void fill(Layout* layout, int type, uint64_t rows, uint64_t cols, int64_t ld) {
+void fill(Layout* layout, size_t size, int type, uint64_t rows, uint64_t cols, int64_t ld) {
   Layout plain{};
-  plain.magic = MAGIC_LAYOUT;
+  const bool small = size < sizeof(Layout);
+  plain.magic = small ? MAGIC_SMALL_LAYOUT : MAGIC_LAYOUT;
   plain.type = type;
   plain.rows = rows;
   plain.cols = cols;
   plain.ld = ld;
   plain.batch_count = 1;
-  std::memcpy(static_cast<void*>(layout), &plain, kPlainLayoutBytes);
+  std::memcpy(static_cast<void*>(layout), &plain, small ? kPlainLayoutBytes : sizeof plain);
 }
 
 [[maybe_unused]] void fill_grouped(Layout& layout, int type, int groups, const void* rows,
@@ -182,10 +182,10 @@ void fill(Preference* preference, bool with_averages) {
               with_averages ? sizeof plain : offsetof(Preference, average));
 }
 
-// Attributes past the first 64 bytes of a plain layout are not there to be written or read.
+// Attributes past the end of a structure are not there to be written or read.
 void require_reach(const Layout& layout, int attribute) {
-  FAKE_REQUIRE(attribute < LAYOUT_ROWS_ARRAY || is_grouped(layout), INVALID_VALUE,
-               "attribute %d belongs to grouped layouts, this one is plain", attribute);
+  FAKE_REQUIRE(attribute < LAYOUT_ROWS_ARRAY || size_of(layout) == sizeof(Layout), INVALID_VALUE,
+               "attribute %d does not fit in a layout of 64 bytes", attribute);
 }
 
 void require_reach(const Preference& preference, int attribute) {
@@ -202,12 +202,16 @@ Desc& living_desc(void* desc) {
   return living<Desc>(desc, MAGIC_DESC, INVALID_VALUE, "the matmul descriptor");
 }
 Layout& living_layout(void* layout, const char* name) {
-  return living<Layout>(layout, MAGIC_LAYOUT, INVALID_VALUE, name);
+  const bool small = layout != nullptr && static_cast<Layout*>(layout)->magic == MAGIC_SMALL_LAYOUT;
+  return living<Layout>(layout, small ? MAGIC_SMALL_LAYOUT : MAGIC_LAYOUT, INVALID_VALUE, name);
 }
 Preference& living_preference(void* preference) {
   return living<Preference>(preference, MAGIC_PREFERENCE, INVALID_VALUE, "the preference");
 }
 bool is_grouped(const Layout& layout) { return layout.batch_mode == BATCH_GROUPED; }
+size_t size_of(const Layout& layout) {
+  return layout.magic == MAGIC_SMALL_LAYOUT ? kPlainLayoutBytes : sizeof(Layout);
+}
 
 }  // namespace fake
 
@@ -265,7 +269,7 @@ FAKE_API int cublasLtMatrixLayoutCreate(void** layout, int type, uint64_t rows, 
   return guard("cublasLtMatrixLayoutCreate", [&] {
     FAKE_REQUIRE(layout != nullptr, INVALID_VALUE, "the layout's address is NULL");
     auto* made = new Layout{};
-    fill(made, type, rows, cols, ld);
+    fill(made, sizeof *made, type, rows, cols, ld);
     *layout = made;
   });
 }
@@ -275,7 +279,7 @@ FAKE_API int cublasLtMatrixLayoutInit_internal(void* layout, size_t size, int ty
   return guard("cublasLtMatrixLayoutInit", [&] {
     FAKE_REQUIRE(layout != nullptr, INVALID_VALUE, "the layout is NULL");
     FAKE_REQUIRE(size >= kPlainLayoutBytes, ALLOC_FAILED, "%zu bytes are too few", size);
-    fill(static_cast<Layout*>(layout), type, rows, cols, ld);
+    fill(static_cast<Layout*>(layout), size, type, rows, cols, ld);
   });
 }
 

@@ -16,6 +16,7 @@ enum Magic : uint64_t {
   MAGIC_HANDLE = 0x656c646e6148746cULL,
   MAGIC_DESC = 0x63736544746c6246ULL,
   MAGIC_LAYOUT = 0x74756f79614c746cULL,
+  MAGIC_SMALL_LAYOUT = 0x6c6c616d53746c46ULL,  // of 64 bytes
   MAGIC_PREFERENCE = 0x6665725061744c66ULL,
   MAGIC_DEAD = 0x6465796f72747344ULL,
 };
@@ -104,7 +105,9 @@ Desc& living_desc(void* desc);
 Layout& living_layout(void* layout, const char* name);
 Preference& living_preference(void* preference);
 
-// Grouped fields are there only in a grouped layout: a plain one may be 64 bytes long.
 bool is_grouped(const Layout& layout);
+
+// Bytes of a layout that are there: Init may have been given 64.
+size_t size_of(const Layout& layout);
 
 }  // namespace fake
