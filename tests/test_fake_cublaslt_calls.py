@@ -125,6 +125,15 @@ def test_init_in_memory_of_the_caller(fake: Lt) -> None:
         assert n == 112 or "does not fit in a layout of 64 bytes" in fake.reason()
         status = fake.call("GroupedMatrixLayoutInit_internal", at, size(n), 33, 4, at, at, at)
         assert status == (lt.OK if n == 112 else lt.ALLOC_FAILED)
+    keep, matmul = buffer(64), lt_cases.small(fake)
+    made = matmul.make()
+    small = ctypes.c_void_p(keep.ctypes.data)
+    shape = (33, ctypes.c_uint64(96), ctypes.c_uint64(136), ctypes.c_int64(96))
+    assert fake.call("MatrixLayoutInit_internal", small, size(64), *shape) == lt.OK
+    made[1] = small
+    assert matmul.ask(made)[0] == lt.OK, fake.reason()
+    assert fake.set("MatrixLayout", small, 8, i32(2)) == lt.OK
+    refused(fake, matmul.ask(made)[0], lt.INVALID, "A is grouped in a structure of 64 bytes")
     for n in (64, 96):
         memory = buffer(n + 8, fill=0xEE)
         at = ctypes.c_void_p(memory.ctypes.data)

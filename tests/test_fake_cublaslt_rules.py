@@ -145,6 +145,12 @@ RULES = {
     ),
     "SM count": Rule(desc(lt.SM_COUNT, 100), desc(lt.SM_COUNT, -1), 7, "SM_COUNT_TARGET is -1"),
     "alpha stride": Rule(desc(lt.ALPHA_STRIDE, 0), desc(lt.ALPHA_STRIDE, 1), 15, "grouped matmuls"),
+    "emulation": Rule(
+        lambda x: x.desc.update({38: i64(0)}),
+        lambda x: x.desc.update({38: i64(4096)}),
+        15,
+        "an emulation descriptor",
+    ),
     # Scales.
     "A scale mode": Rule(nothing, desc(lt.A_MODE, 0), 7, "A has scale mode 0"),
     "B scale mode": Rule(nothing, desc(lt.B_MODE, 2), 7, "B has scale mode 2"),
@@ -194,6 +200,12 @@ RULES = {
     "batch": Rule(attribute("a", 5, i32(1)), attribute("a", 5, i32(2)), 15, "A is a batch of 2"),
     "batch mode": Rule(
         attribute("d", 8, i32(0)), attribute("d", 8, i32(2)), 7, "has batch mode 2, A has 0"
+    ),
+    "int32": Rule(
+        nothing,
+        both(layout("b", cols=1 << 31), layout("cd", cols=1 << 31)),
+        15,
+        "B is 96 x 2147483648: beyond int32",
     ),
     "planar": Rule(attribute("a", 7, i64(0)), attribute("a", 7, i64(64)), 15, "A is planar"),
     # Epilogues and bias.
