@@ -268,6 +268,26 @@ def test_algorithms_by_id(fake: Lt) -> None:
     assert matmul.run() == lt.OK
 
 
+@pytest.mark.parametrize(
+    ("id_", "splitk", "reduction", "words"),
+    [
+        (66, 0, 0, "SPLITK_NUM is 0"),
+        (67, 2, 2, "algorithm 67 cannot split k"),
+        (70, 1, 0, "algorithm 70 is only grouped"),
+        (66, 1, 0, ""),
+    ],
+)
+def test_configurations(fake: Lt, id_: int, splitk: int, reduction: int, words: str) -> None:
+    algo = Algo()
+    types = (68, 0, 33, 33, 14, 14)
+    assert fake.call("MatmulAlgoInit", fake.handle, *types, id_, ctypes.byref(algo)) == lt.OK
+    for attribute, value in ((2, splitk), (3, reduction)):
+        change = (ctypes.byref(algo), attribute, i32(value), ctypes.c_size_t(4))
+        assert fake.call("MatmulAlgoConfigSetAttribute", *change) == lt.OK
+    status = checked(fake, lt_cases.small(fake), algo)[0]
+    refused(fake, status, lt.UNSUPPORTED if words else lt.OK, words)
+
+
 # Versions and devices.
 
 

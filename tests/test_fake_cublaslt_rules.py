@@ -212,6 +212,12 @@ RULES = {
     "epilogue": Rule(desc(lt.EPILOGUE, 2), desc(lt.EPILOGUE, 0), 7, "EPILOGUE 0 is unknown"),
     "gelu": Rule(nothing, desc(lt.EPILOGUE, 32), 15, "EPILOGUE 32: this fake computes"),
     "bias gradient": Rule(nothing, desc(lt.EPILOGUE, 256), 15, "EPILOGUE 256: bias gradients"),
+    "auxiliary": Rule(
+        lambda x: x.desc.update({11: i64(0)}),
+        lambda x: x.desc.update({11: i64(4096)}),
+        7,
+        "the epilogue has no auxiliary buffer",
+    ),
     "bias type": Rule(bias(), bias(lt.F32), 15, "bias of type 0: these types take one of type 14"),
     "bias alignment": Rule(bias(offset=2), bias(offset=1), 7, "the bias pointer"),
     "bias pointer": Rule(bias(), desc(lt.EPILOGUE, 4), 7, "adds a bias: it is NULL", False),
@@ -237,6 +243,8 @@ RULES = {
     "reduction mask": Rule(
         preference(lt.REDUCTION_MASK, i32(0)), preference(lt.REDUCTION_MASK, i32(8)), 7, "MASK is 8"
     ),
+    "search mode": Rule(preference(0, i32(0)), preference(0, i32(1)), 15, "SEARCH_MODE 1"),
+    "implementations": Rule(preference(12, i64(-1)), preference(12, i64(0)), 15, "IMPL_MASK"),
     "averages": Rule(
         preference(lt.AVERAGE_K, i64(0)), preference(lt.AVERAGE_K, i64(96)), 15, "grouped averages"
     ),
@@ -259,6 +267,13 @@ RULES = {
         False,
     ),
     "alpha": Rule(nothing, data("alpha", None), 7, "alpha or beta is NULL", False),
+    "alpha aligned": Rule(
+        data("alpha", buffer(4, offset=4)),
+        data("alpha", buffer(4, offset=2)),
+        7,
+        "alpha or beta is not aligned to 4 bytes",
+        False,
+    ),
     "beta": Rule(nothing, data("beta", None), 7, "alpha or beta is NULL", False),
     "C": Rule(
         both(desc(lt.POINTER_MODE, 0), data("c", None)), data("c", None), 7, "C is NULL", False
@@ -325,6 +340,16 @@ def test_rule(fake: Lt, name: str) -> None:
     assert asked == (status if rule.heuristic else lt.OK)
     call = "cublasLtMatmulAlgoGetHeuristic" if rule.heuristic else "cublasLtMatmul"
     assert fake.reason().startswith(f"{call}: {status} ")
+
+
+def test_alignment_whatever_was_promised(fake: Lt) -> None:
+    """No algorithm means no promise: FP4 needs 16 bytes all the same."""
+    for name in "abd":
+        for offset, status in ((16, lt.OK), (8, lt.INVALID)):
+            matmul = lt_cases.small(fake)
+            moved(name, offset)(matmul)
+            assert matmul.matmul(matmul.make(), None) == status, fake.reason()
+    assert "is not aligned to 16 bytes" in fake.reason()
 
 
 def test_m_of_4_for_fp32(fake: Lt) -> None:
