@@ -8,6 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # A constraint for what is installed only: the build's own environment needs no torch.
 PIP := $(PY) -m pip install --quiet --constraint constraints.txt
 
+CXX_FILES := $(foreach folder,csrc tests,$(foreach end,h cpp cu cuh,'$(folder)/*.$(end)'))
 SOURCES := $(shell find csrc cmake python -name '*.[ch]*' -o -name '*.py' -o -name '*.pyi')
 
 .PHONY: test bench peers lint format stubs gpu-test clean install
@@ -40,14 +41,14 @@ lint: $(VENV)/.linters
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files $(CXX_FILES))
 	$(VENV)/bin/gersemi --check CMakeLists.txt cmake
 	$(PY) tools/stubs.py --check
 
 format: $(VENV)/.linters
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
+	$(VENV)/bin/clang-format -i $$(git ls-files $(CXX_FILES))
 	$(VENV)/bin/gersemi -i CMakeLists.txt cmake
 
 stubs: $(VENV)/.linters
