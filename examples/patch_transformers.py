@@ -32,13 +32,18 @@ class Experts(torch.nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Outputs (T, H) for hidden states (T, H) and their routing (T, k)."""
-        routing = {"topk_weights": top_k_weights.detach(), "topk_ids": top_k_index}
-        return fp4lt.moe(hidden_states.detach(), self.weights, recipe=self.recipe, **routing)
+        return fp4lt.moe(
+            hidden_states.detach(),
+            self.weights,
+            topk_weights=top_k_weights.detach(),
+            topk_ids=top_k_index,
+            recipe=self.recipe,
+        )
 
 
 def patch(model: torch.nn.Module, recipe: Recipe = "w4a16") -> int:
     """Quantize and replace the experts of every MoE layer, in place; how many there were."""
-    found = [
+    found: list[tuple[torch.nn.Module, str, Any]] = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
@@ -84,8 +89,9 @@ def tolerance(
     z = u @ W2.mT
     d_z = u.abs() @ d_w2.mT + d_u @ (W2.abs() + d_w2).mT
     token = torch.arange(len(x))
-    y, d_y = ((r.double().T.unsqueeze(-1) * t[chosen.T, token]).sum(0) for t in (z.abs(), d_z))
-    return d_y + half * (y + d_y)
+    size, d_y = ((r.double().T.unsqueeze(-1) * t[chosen.T, token]).sum(0) for t in (z.abs(), d_z))
+    limit: torch.Tensor = d_y + half * (size + d_y)
+    return limit
 
 
 def compare(name: str, y: torch.Tensor, want: torch.Tensor, limit: torch.Tensor) -> None:
