@@ -71,3 +71,15 @@ def test_readme_example_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert blocks
     subprocess.run([sys.executable, "-c", blocks[0]], check=True, cwd=ROOT)
+
+
+def test_example_of_expert_parallelism_runs(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "distributed.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "example.py").write_text(block)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, str(tmp_path / "example.py")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert sorted(done.stdout.split("\n"))[1:] == [
+        f"{r} torch.Size([{5 + r}, 128])" for r in (0, 1)
+    ]
