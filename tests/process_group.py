@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real processes in a gloo group, which run functions of the test modules."""
+"""Real processes in a process group, which run functions of the test modules."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ import torch.distributed as dist
 PATIENCE = 120.0  # seconds for an answer; far more than any test needs
 
 
-def _serve(rank: int, world: int, store: str, timeout: float, connection: Connection) -> None:
+def _serve(
+    rank: int, world: int, backend: str, store: str, timeout: float, connection: Connection
+) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         store=torch._C._distributed_c10d.FileStore(store, world),
         rank=rank,
         world_size=world,
@@ -45,15 +49,17 @@ def _serve(rank: int, world: int, store: str, timeout: float, connection: Connec
 
 
 class ProcessGroup:
-    """`world` processes, started once, with a gloo group whose collectives wait `timeout` s."""
+    """`world` processes, started once; collectives wait `timeout` s.  With nccl, a device each."""
 
-    def __init__(self, world: int, folder: Path, timeout: float = 60.0) -> None:
+    def __init__(
+        self, world: int, folder: Path, timeout: float = 60.0, backend: str = "gloo"
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self.world = world
         self.processes, self.connections = [], []
         for rank in range(world):
             mine, theirs = context.Pipe()
-            arguments = (rank, world, str(folder / "store"), timeout, theirs)
+            arguments = (rank, world, backend, str(folder / "store"), timeout, theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
