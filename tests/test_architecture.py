@@ -27,7 +27,7 @@ ORDER = [
     ["experts"],
     ["block"],
     ["ops"],
-    ["checkpoint"],
+    ["checkpoint", "distributed"],
     ["testing"],
     ["doctor"],
     ["__init__"],

@@ -47,7 +47,7 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line for line in text.splitlines() if line.startswith("  ")]
     assert len(rows) > 10
     titles = [line for line in text.splitlines() if not line.startswith("  ")]
-    assert titles[:5] == ["Versions", "CPU", "CUDA", "libcublasLt", "Backends"]
+    assert titles[:6] == ["Versions", "Build", "CPU", "CUDA", "libcublasLt", "Backends"]
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,6 +64,17 @@ void bind_types(py::module_& m) {
           py::arg("scales_expert_stride"), py::arg("global_scale"), py::arg("global_stride"));
 }
 
+// Clang defines __GNUC__ too.
+std::string compiler() {
+#if defined(__clang__)
+  return concat("clang ", __clang_major__, ".", __clang_minor__, ".", __clang_patchlevel__);
+#elif defined(__GNUC__)
+  return concat("gcc ", __GNUC__, ".", __GNUC_MINOR__, ".", __GNUC_PATCHLEVEL__);
+#else
+  return "unknown";
+#endif
+}
+
 void bind_cpu(py::module_& m) {
   m.def(
       "cpu_kernels",
@@ -76,6 +87,7 @@ void bind_cpu(py::module_& m) {
   m.def("selected_cpu_kernels", [] { return kernels().name; }, "Name of the table in use.");
   m.def("select_cpu_kernels", &select_kernels, py::arg("name"),
         "Use the named table from now on; an empty name means the best one.");
+  m.def("compiler", &compiler, "Name and version of the C++ compiler that built the module.");
   m.def("pool_size", &pool_size, "Helper threads started so far.");
 }
 

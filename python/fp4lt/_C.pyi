@@ -27,6 +27,7 @@ __all__: list[str] = [
     "Nvfp4View",
     "activate",
     "combine",
+    "compiler",
     "cpu_kernels",
     "cuda_activate",
     "cuda_architectures",
@@ -182,6 +183,11 @@ def combine(
 ) -> None:
     """
     Weighted sum of each token's rows, in slot order.
+    """
+
+def compiler() -> str:
+    """
+    Name and version of the C++ compiler that built the module.
     """
 
 def cpu_kernels() -> list[str]:

@@ -20,7 +20,7 @@ import torch
 
 import fp4lt
 from fp4lt import _C, _library, backends
-from fp4lt._build import covers
+from fp4lt._build import covers, record
 from fp4lt.errors import Error
 from fp4lt.testing import targets
 
@@ -49,6 +49,7 @@ class Report:
     """Everything that doctor says; sizes in bytes, ``""`` or None where there is nothing."""
 
     versions: dict[str, str]
+    build: dict[str, Any]
     cpu: dict[str, Any]
     cuda: dict[str, Any]
     cublaslt: dict[str, Any]
@@ -170,6 +171,7 @@ def collect() -> Report:
             "numpy": np.__version__,
             "platform": platform.platform(),
         },
+        build=record(),
         cpu={
             "model": model,
             "features": sorted(wanted & set(flags)),
@@ -293,6 +295,7 @@ def render(report: Report) -> str:
     )
     sections = [
         ("Versions", list(report.versions.items())),
+        ("Build", [("record", report.build["name"]), ("compiler", report.build["compiler"])]),
         (
             "CPU",
             [

@@ -43,3 +43,7 @@ class UnsupportedError(Error, NotImplementedError):
 
 class LibraryError(Error, RuntimeError):
     """A CUDA or cuBLAS call failed; the message has the call, the status' name and number."""
+
+
+class DistributedError(Error, RuntimeError):
+    """Another rank refused its input, disagrees, or cannot be reached."""
