@@ -62,12 +62,22 @@ class Place(NamedTuple):
         return f"ep{self.ep_rank}of{self.ep_size}_tp{self.tp_rank}of{self.tp_size}"
 
 
-PLACES = [Place(), Place(2, 0), Place(2, 1), Place(1, 0, 2, 0), Place(1, 0, 2, 1), Place(2, 1, 2, 1)]
+PLACES = [
+    Place(),
+    Place(2, 0),
+    Place(2, 1),
+    Place(1, 0, 2, 0),
+    Place(1, 0, 2, 1),
+    Place(2, 1, 2, 1),
+]
+
+
+ONE = Place()
 
 
 @contextlib.contextmanager
 def server(
-    backend: str = "fp4lt", place: Place = Place(), *, a2a: str = "none", blackwell: bool = False
+    backend: str = "fp4lt", place: Place = ONE, *, a2a: str = "none", blackwell: bool = False
 ) -> Iterator[None]:
     """What SGLang's layers ask about the process that they are in."""
     with contextlib.ExitStack() as stack:
@@ -101,7 +111,9 @@ def server(
 def quant_config(kind: str) -> Any:
     """SGLang's config of one of the checkpoints in tests/data."""
     if kind == MODELOPT:
-        return ModelOptFp4Config.from_config(json.loads((DATA / kind / "hf_quant_config.json").read_text()))
+        return ModelOptFp4Config.from_config(
+            json.loads((DATA / kind / "hf_quant_config.json").read_text())
+        )
     stated = json.loads((DATA / kind / "config.json").read_text())
     return CompressedTensorsConfig.from_config(stated["quantization_config"])
 
@@ -142,7 +154,9 @@ def forward(layer: Any, hidden: torch.Tensor, routing: cases.Routing) -> torch.T
     return y
 
 
-def check(layer: Any, weights: fp4lt.MoEWeights, hidden: torch.Tensor, routing: cases.Routing) -> None:
+def check(
+    layer: Any, weights: fp4lt.MoEWeights, hidden: torch.Tensor, routing: cases.Routing
+) -> None:
     """The layer's output, bit by bit that of `weights`, and `weights`' stages by the oracle."""
     recipe = layer.fp4lt_quant_info.block.recipe
     on_input = layer.moe_runner_config.apply_router_weight_on_input
@@ -214,7 +228,7 @@ class Checkpoint:
         return found
 
     def weights(
-        self, place: Place = Place(), *, gated: bool = True, inputs: bool = True, **options: Any
+        self, place: Place = ONE, *, gated: bool = True, inputs: bool = True, **options: Any
     ) -> fp4lt.MoEWeights:
         """A rank's experts, put together without SGLang."""
         experts, inner = len(self.gate), self.inner // place.tp_size
@@ -274,8 +288,6 @@ def inputs(
 
 def served(
     checkpoint: Checkpoint,
-    backend: str = "fp4lt",
-    place: Place = Place(),
     *,
     gated: bool = True,
     stored_inputs: bool = True,

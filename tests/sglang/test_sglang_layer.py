@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from sglang_on_cpu import need_sglang
 
-pytest.importorskip("sglang.srt", reason="needs sglang: make test-sglang")
+need_sglang()
 
 from safetensors.torch import load_file
 from sglang_layer import (
@@ -69,7 +70,7 @@ def test_shapes_that_need_padding(kind: str, backend: str, place: Place) -> None
     """I of 48 a rank, which SGLang's own NVFP4 paths refuse, and H of 80: scales need padding."""
     checkpoint = Checkpoint.make(kind, 4, 80, 48 * place.tp_size)
     with server(backend, place):
-        layer = served(checkpoint, backend, place)
+        layer = served(checkpoint)
         check(layer, checkpoint.weights(place), *inputs(7, 80, 4))
 
 
@@ -95,7 +96,7 @@ def test_padding_rows(kind: str, place: Place) -> None:
     hidden, routing = inputs(6, 128, 4)
     for recipe in BACKENDS:
         with server(recipe, place):
-            layer = served(checkpoint, place=place)
+            layer = served(checkpoint)
             want = forward(layer, hidden, routing)
 
             none = cases.Routing(*(t[:0] for t in routing))
@@ -143,7 +144,7 @@ def test_activations_and_limits() -> None:
 def test_without_a_gate(backend: str, place: Place) -> None:
     checkpoint = Checkpoint.make(MODELOPT, 4, 128, 96)
     with server(backend, place):
-        layer = served(checkpoint, place=place, gated=False, activation="relu2")
+        layer = served(checkpoint, gated=False, activation="relu2")
         weights = checkpoint.weights(place, gated=False, activation="relu2")
         check(layer, weights, *inputs(6, 128, 4))
 
@@ -171,7 +172,7 @@ def test_fused_shared_experts(kind: str, place: Place) -> None:
     to_local = torch.full((5,), -1, dtype=torch.int32)
     to_local[mine] = torch.arange(len(mine), dtype=torch.int32)
     with server("fp4lt_w4a16", place):
-        layer = served(checkpoint, place=place, num_fused_shared_experts=1, top_k=3)
+        layer = served(checkpoint, num_fused_shared_experts=1, top_k=3)
         y = forward(layer, hidden, shared)
     want = fp4lt.moe(
         hidden,
@@ -260,13 +261,13 @@ def test_no_second_copy_of_the_weights(kind: str) -> None:
     checkpoint = Checkpoint.make(kind, 4, 128, 64)
     with server("fp4lt_w4a16"):
         layer = build(quant_config(kind), 4, 128, 64)
-        names = ("w13_weight", "w2_weight")
-        names = tuple(f"{n}_packed" for n in names) if kind == COMPRESSED else names
-        loaded = [getattr(layer, name).data_ptr() for name in names]
+        suffix = "_packed" if kind == COMPRESSED else ""
+        loaded = [getattr(layer, f"{name}_weight{suffix}").data_ptr() for name in ("w13", "w2")]
         load(layer, checkpoint.tensors(), 4)
         w = layer.fp4lt_quant_info.block.weights
         assert [w.w13.codes.data_ptr(), w.w2.codes.data_ptr()] == loaded
-        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in layer.parameters()}
+        held = [p.untyped_storage() for p in layer.parameters()]
+        storages = {storage.data_ptr(): storage.nbytes() for storage in held}
         codes = sum(p.numel() for p in (w.w13.codes, w.w2.codes))
         scales = sum(p.numel() for p in (w.w13.scales, w.w2.scales))
         assert sum(storages.values()) < codes + scales + 1024

@@ -9,16 +9,20 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sglang_on_cpu import need_sglang
 
-pytest.importorskip("sglang.srt", reason="needs sglang: make test-sglang")
+need_sglang()
 
 import sglang_layer
 from sglang.srt.layers.moe.fused_moe_triton import layer as layer_module
 from sglang.srt.layers.moe.moe_runner.runner import _CUSTOM_RUNNER_CORE_FACTORIES, MoeRunner
+from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 from sglang.srt.layers.quantization import modelopt_quant
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
@@ -63,10 +67,8 @@ def test_the_command_line_takes_our_names(name: str) -> None:
 
 
 PARSE = """
-    import torch
-    vision = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        vision.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    from sglang_on_cpu import prepare
+    prepare()
     {before}
     from sglang.srt.plugins import load_plugins
     load_plugins()
@@ -82,6 +84,7 @@ def parse(before: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PARSE).format(before=before)],
         env=os.environ | environ,
+        cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         check=False,
@@ -185,16 +188,14 @@ def test_refused_ways_to_run() -> None:
     for a2a in ("deepep", "flashinfer", "mooncake"):
         with server(a2a=a2a), pytest.raises(UnsupportedError, match=f"--moe-a2a-backend {a2a}"):
             served(small())
-    with server(), get_parallel().override(dwdp_size=2):
-        with pytest.raises(UnsupportedError, match="DWDP"):
-            served(small())
-    uneven = Checkpoint.make(MODELOPT, 4, 128, 48)
-    with server("fp4lt", Place(1, 0, 2, 0)):
-        with pytest.raises(UnsupportedError, match="intermediate size per rank is 24"):
-            served(uneven)
-    ungated = small(COMPRESSED)
+    dwdp = get_parallel().override(dwdp_size=2)
+    with server(), dwdp, pytest.raises(UnsupportedError, match="DWDP"):
+        served(small())
+    uneven, halves = Checkpoint.make(MODELOPT, 4, 128, 48), server("fp4lt", Place(1, 0, 2, 0))
+    with halves, pytest.raises(UnsupportedError, match="intermediate size per rank is 24"):
+        served(uneven)
     with server(), pytest.raises(UnsupportedError, match="only with a gate"):
-        served(ungated, gated=False, activation="relu2")
+        served(small(COMPRESSED), gated=False, activation="relu2")
     with server(), pytest.raises(UnsupportedError, match="LoRA"):
         MoeRunner(served(small()).runner_backend, served(small()).moe_runner_config, True)
 
@@ -210,7 +211,7 @@ def test_another_quantization_is_refused() -> None:
     with server():
         config = served(small()).moe_runner_config
         config.layer.quant_method = Method()
-        backend = sglang_layer.resolve_moe_runner_backend("fp4lt")
+        backend = resolve_moe_runner_backend("fp4lt")
         with pytest.raises(UnsupportedError, match="its weights belong to Method"):
             MoeRunner(backend, config)
 
@@ -283,10 +284,10 @@ def test_quantized_tokens_are_refused() -> None:
     hidden, routing = inputs(6, 128, 4)
     with server():
         layer = served(small())
-        topk = sglang_layer.StandardTopKOutput(routing.topk_weights, routing.topk_ids, None)
+        topk = StandardTopKOutput(routing.topk_weights, routing.topk_ids, None)
         dispatched = layer.dispatcher.dispatch(hidden_states=hidden, topk_output=topk)
         quantized = dispatched._replace(hidden_states_scale=torch.zeros(1))
-        with pytest.raises(UnsupportedError, match="--disable-flashinfer-cutlass-moe-fp4-allgather"):
+        with pytest.raises(UnsupportedError, match="--disable-flashinfer-cutlass"):
             layer.run_moe_core(quantized)
         with pytest.raises(UnsupportedError, match="LoRA"):
             layer.runner.runner_core.run_from_dispatch(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does an engine still look the way an adapter was written for?
+"""Whether an engine still looks the way an adapter was written for.
 
 An engine's internals move between releases without notice.  Each adapter lists what it touches, and
 asks here before it touches anything.

@@ -24,7 +24,7 @@ _GLOBALS = ("w13_weight_global_scale", "w2_weight_global_scale")
 _INPUTS = ("w13_input_global_scale", "w2_input_global_scale")
 
 
-class CompressedTensorsNvfp4MoE(w4a4.CompressedTensorsW4A4Nvfp4MoE):  # type: ignore[misc]
+class CompressedTensorsNvfp4MoE(w4a4.CompressedTensorsW4A4Nvfp4MoE):
     """SGLang's parameters of such a layer, with our weights, runner and call.
 
     Unlike its base, it keeps every parameter that it loads, so that weights can be loaded again.

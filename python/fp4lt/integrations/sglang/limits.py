@@ -21,7 +21,7 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
 """SGLang's names of activations, and ours."""
 
 
-def swiglu(config: MoeRunnerConfig) -> dict[str, float]:
+def swiglu(config: MoeRunnerConfig) -> dict[str, Any]:
     """The layer's ``swiglu_*`` of MoEWeights.
 
     As in SGLang, an alpha brings GPT-OSS's ``up + 1`` with it unless beta says otherwise.

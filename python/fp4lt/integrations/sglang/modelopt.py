@@ -18,7 +18,7 @@ from fp4lt.problem import Order
 
 
 # Its base's name, since SGLang's loader asks for parts of it.
-class ModelOptNvFp4FusedMoEMethod(modelopt_quant.ModelOptNvFp4FusedMoEMethod):  # type: ignore[misc]
+class ModelOptNvFp4FusedMoEMethod(modelopt_quant.ModelOptNvFp4FusedMoEMethod):
     """SGLang's method, with our weights, runner and call where our backend was asked for.
 
     Where it was not, everything is SGLang's.
@@ -60,7 +60,10 @@ class ModelOptNvFp4FusedMoEMethod(modelopt_quant.ModelOptNvFp4FusedMoEMethod):  
         dynamic = bool(self.quant_config.use_per_token_activation)
         scales = [
             None if dynamic else keep_scale(layer, f"fp4lt_{name}", shared_scale(stored.data))
-            for name, stored in (("a1_scale", layer.w13_input_scale), ("a2_scale", layer.w2_input_scale))
+            for name, stored in (
+                ("a1_scale", layer.w13_input_scale),
+                ("a2_scale", layer.w2_input_scale),
+            )
         ]
         layer.fp4lt_quant_info = bind(
             layer,

@@ -39,7 +39,9 @@ TARGETS: Final = (
     # Called.
     Target("sglang.srt.arg_groups.choices.add_moe_runner_backend_choices"),
     Target("sglang.srt.arg_groups.choices.MOE_RUNNER_BACKEND_CHOICES"),
-    Target("sglang.srt.plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type")),
+    Target(
+        "sglang.srt.plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type")
+    ),
     Target(f"{_MOE}.moe_runner.runner.register_moe_runner_core", ("backend_name", "factory")),
     Target(f"{_MOE}.utils.resolve_moe_runner_backend", ("backend",)),
     Target(f"{_MOE}.utils.get_moe_runner_backend", ()),
@@ -56,9 +58,7 @@ TARGETS: Final = (
         "sglang.srt.layers.utils.common.alias_or_bind_derived_param",
         ("module", "source_name", "derived_name", "derived_value"),
     ),
-    Target(
-        "sglang.srt.layers.utils.common.copy_or_rebind_param", ("module", "name", "new_value")
-    ),
+    Target("sglang.srt.layers.utils.common.copy_or_rebind_param", ("module", "name", "new_value")),
     Target(RUNNER, ("runner_backend", "config", "lora_enabled")),
     Target(f"{RUNNER}.run", ("dispatch_output", "quant_info", "lora_info")),
     Target(f"{_MOE}.token_dispatcher.standard.StandardCombineInput", ("hidden_states",)),

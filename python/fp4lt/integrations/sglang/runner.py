@@ -80,9 +80,7 @@ class Fp4ltRunnerCore(DispatchMoeRunnerCore):
         if not hasattr(topk, "topk_ids"):
             topk = topk.to_standard()
         hidden, block = dispatch_output.hidden_states, quant_info.block
-        with use_symmetric_memory(
-            get_parallel().tp_group, disabled=not is_allocation_symmetric()
-        ):
+        with use_symmetric_memory(get_parallel().tp_group, disabled=not is_allocation_symmetric()):
             out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         moe(
             hidden,
