@@ -199,7 +199,7 @@ def test_a_plan_is_made_before_the_first_call() -> None:
     block = plan_block(weights, "w4a16", "auto", 2, torch.bfloat16)
     assert block.plan.backend.name == "cpu"
     hidden, ids = torch.randn(4, 80).to(torch.bfloat16), torch.tensor([[0, 2]]).expand(4, 2)
-    routing = {"topk_ids": ids, "topk_weights": torch.rand(4, 2)}
+    routing: dict[str, Any] = {"topk_ids": ids, "topk_weights": torch.rand(4, 2)}
     want = fp4lt.moe(hidden, weights, recipe="w4a16", **routing)
     bounds.assert_bitwise(block.plan.run(hidden, weights, **routing), want)
     with pytest.raises(UnsupportedError, match="fused"):
