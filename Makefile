@@ -1,5 +1,6 @@
 # Two commands: `make test` and `make bench`.  Each installs all it needs into .venv first.
-# `make test-sglang` runs the plug-in inside a real SGLang, in an environment of its own.
+# `make test-sglang` and `make test-vllm` run the plug-ins inside the real engines, each in an
+# environment of its own.
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -7,6 +8,7 @@ EXTRAS := bench,checkpoints,test
 # SGLang's wheel is for this Python.
 SGLANG_PYTHON ?= python3.11
 SGLANG_VENV ?= .venv-sglang
+VLLM_VENV ?= .venv-vllm
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # A constraint for what is installed only: the build's own environment needs no torch.
@@ -14,7 +16,7 @@ PIP := $(PY) -m pip install --quiet --constraint constraints.txt
 
 SOURCES := $(shell find csrc cmake python -name '*.[ch]*' -o -name '*.py' -o -name '*.pyi')
 
-.PHONY: test test-sglang bench lint format stubs gpu-test clean install
+.PHONY: test test-sglang test-vllm bench lint format stubs gpu-test clean install
 
 install: $(VENV)/.installed
 
@@ -29,16 +31,26 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml CMakeLists.txt constraints
 test: install
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-# SGLang without its own requirements, which are a CUDA stack with another torch; no device code.
+# Engines without their own requirements, which are a CUDA stack with another torch; no device code.
+define engine
+	test -x $(1)/bin/python || $(SGLANG_PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet --no-deps -r $(2)
+	FP4LT_CUDA=OFF $(1)/bin/python -m pip install --quiet --constraint constraints.txt \
+		-Cbuild-dir=build/engines '.[checkpoints,test]'
+	touch $(1)/.installed
+endef
+
 $(SGLANG_VENV)/.installed: tests/sglang/requirements.txt pyproject.toml CMakeLists.txt constraints.txt $(SOURCES)
-	test -x $(SGLANG_VENV)/bin/python || $(SGLANG_PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps -r tests/sglang/requirements.txt
-	FP4LT_CUDA=OFF $(SGLANG_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
-		-Cbuild-dir=build/sglang '.[checkpoints,test]'
-	touch $@
+	$(call engine,$(SGLANG_VENV),$<)
+
+$(VLLM_VENV)/.installed: tests/vllm/requirements.txt pyproject.toml CMakeLists.txt constraints.txt $(SOURCES)
+	$(call engine,$(VLLM_VENV),$<)
 
 test-sglang: $(SGLANG_VENV)/.installed
 	$(SGLANG_VENV)/bin/python -m pytest tests/sglang $(PYTEST_ARGS)
+
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
 
 bench: install
 	$(PY) -m benchmarks.moe_decode $(BENCH_ARGS)
@@ -68,4 +80,4 @@ gpu-test:
 	tools/gpu.sh
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build
+	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) build

@@ -25,7 +25,10 @@ from fp4lt.integrations.weights import (
 )
 from fp4lt.testing import bounds, cases
 
-ENTRY_POINTS = [("sglang.srt.plugins", "fp4lt.integrations.sglang:register")]
+ENTRY_POINTS = [
+    ("sglang.srt.plugins", "fp4lt.integrations.sglang:register"),
+    ("vllm.general_plugins", "fp4lt.integrations.vllm:register"),
+]
 
 
 @pytest.mark.parametrize(("group", "value"), ENTRY_POINTS)
