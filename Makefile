@@ -1,8 +1,14 @@
 # Two commands: `make test` and `make bench`.  Each installs all it needs into .venv first.
+# `make test-sglang` and `make test-vllm` run the plug-ins inside the real engines, each in an
+# environment of its own.
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 EXTRAS := bench,checkpoints,test
+# SGLang's wheel is for this Python.
+SGLANG_PYTHON ?= python3.11
+SGLANG_VENV ?= .venv-sglang
+VLLM_VENV ?= .venv-vllm
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # A constraint for what is installed only: the build's own environment needs no torch.
@@ -11,7 +17,7 @@ PIP := $(PY) -m pip install --quiet --constraint constraints.txt
 CXX_FILES := $(foreach folder,csrc tests,$(foreach end,h cpp cu cuh,'$(folder)/*.$(end)'))
 SOURCES := $(shell find csrc cmake python -name '*.[ch]*' -o -name '*.py' -o -name '*.pyi')
 
-.PHONY: test bench peers lint format stubs gpu-test test-transformers wheel clean install
+.PHONY: test test-sglang test-vllm test-transformers bench peers lint format stubs gpu-test wheel clean install
 
 install: $(VENV)/.installed
 
@@ -25,6 +31,27 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml CMakeLists.txt constraints
 
 test: install
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# Engines without their own requirements, which are a CUDA stack with another torch; no device code.
+define engine
+	test -x $(1)/bin/python || $(SGLANG_PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet --no-deps -r $(2)
+	FP4LT_CUDA=OFF $(1)/bin/python -m pip install --quiet --constraint constraints.txt \
+		-Cbuild-dir=build/engines '.[checkpoints,test]'
+	touch $(1)/.installed
+endef
+
+$(SGLANG_VENV)/.installed: tests/sglang/requirements.txt pyproject.toml CMakeLists.txt constraints.txt $(SOURCES)
+	$(call engine,$(SGLANG_VENV),$<)
+
+$(VLLM_VENV)/.installed: tests/vllm/requirements.txt pyproject.toml CMakeLists.txt constraints.txt $(SOURCES)
+	$(call engine,$(VLLM_VENV),$<)
+
+test-sglang: $(SGLANG_VENV)/.installed
+	$(SGLANG_VENV)/bin/python -m pytest tests/sglang $(PYTEST_ARGS)
+
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
 
 bench: install
 	$(PY) -m benchmarks.moe_decode $(BENCH_ARGS)
@@ -71,4 +98,4 @@ gpu-test:
 	tools/gpu.sh
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) build

@@ -28,6 +28,7 @@ ORDER = [
     ["block"],
     ["ops"],
     ["checkpoint", "distributed"],
+    ["integrations"],
     ["testing"],
     ["doctor"],
     ["__init__"],
@@ -81,7 +82,8 @@ def sources() -> list[Path]:
 def python_sources() -> list[Path]:
     # tools/stubs.py writes _C.pyi from the bindings: its length and first line are not our choice.
     package = {*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.pyi")} - {PACKAGE / "_C.pyi"}
-    return sorted([*package, *(ROOT / "tests").glob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
+    benches = (ROOT / "benchmarks").rglob("*.py")
+    return sorted([*package, *(ROOT / "tests").rglob("*.py"), *benches])
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: f"{p.parent.name}/{p.name}")
