@@ -46,9 +46,8 @@ def select(weights: fp4lt.MoEWeights, index: list[int], **changes: Any) -> fp4lt
         if isinstance(value, fp4lt.NVFP4Tensor):
             # As bytes: older torch cannot index float8.
             scales = value.scales.view(torch.uint8)[index].view(torch.float8_e4m3fn)
-            return fp4lt.NVFP4Tensor(
-                value.codes[index], scales, value.global_scale.expand(len(value))[index]
-            )
+            g = value.global_scale.expand(len(value))[index]
+            return fp4lt.NVFP4Tensor(value.codes[index], scales, g)
         return value[index] if isinstance(value, torch.Tensor) and value.ndim else value
 
     fields = {name: chosen(getattr(weights, name)) for name in PER_EXPERT}
