@@ -16,6 +16,7 @@ PACKAGE = ROOT / "python" / "fp4lt"
 ORDER = [
     ["errors", "formats"],
     ["_interop", "_library", "_build"],
+    ["_hazards"],
     ["layout"],
     ["codec"],
     ["tensor"],
@@ -40,7 +41,8 @@ INCLUDES = {
     "core": {"core"},
     "cpu": {"core", "cpu"},
     "cuda": {"core", "cuda"},
-    "bindings": {"core", "cpu", "cuda", "bindings"},
+    "cublaslt": {"core", "cpu", "cuda", "cublaslt"},
+    "bindings": {"core", "cpu", "cuda", "cublaslt", "bindings"},
 }
 
 

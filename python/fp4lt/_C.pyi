@@ -18,16 +18,22 @@ __all__: list[str] = [
     "TILE_ROWS",
     "Activation",
     "ActivationForm",
+    "AlgorithmFilters",
+    "CublasLt",
+    "CudaDataType",
     "DType",
     "DenseView",
     "DeviceInfo",
     "ExpertParameter",
     "GateOrder",
     "GlobalScale",
+    "MatmulDescription",
     "Nvfp4View",
     "activate",
     "combine",
     "cpu_kernels",
+    "cublaslt_dropped",
+    "cublaslt_read_back",
     "cuda_activate",
     "cuda_architectures",
     "cuda_built_with",
@@ -148,6 +154,74 @@ class ActivationForm(enum.IntEnum):
     HALF = 1
     ROUNDED = 2
 
+class CublasLt:
+    """
+    An opened libcublasLt.
+    """
+    def __init__(self, path: str) -> None:
+        """
+        Open the file, for good.
+        """
+    def check(self, status: typing.SupportsInt | typing.SupportsIndex, call: str) -> None:
+        """
+        Raise LibraryError unless the status is 0.
+        """
+    @property
+    def absent(self) -> list[str]:
+        """
+        Newer functions that it does not have.
+        """
+    @property
+    def path(self) -> str:
+        """
+        Where the loader found it.
+        """
+    @property
+    def version(self) -> int:
+        """
+        major * 10000 + minor * 100 + patch.
+        """
+
+class CudaDataType(enum.IntEnum):
+    R_32F = 0
+    R_16F = 2
+    R_16BF = 14
+    R_4F_E2M1 = 33
+
+class MatmulDescription:
+    """
+    D[m, n] = A^T B, column-major; see csrc/cublaslt/matmul.h.
+    """
+    def __init__(
+        self,
+        *,
+        operand: CudaDataType,
+        out: CudaDataType,
+        m: typing.SupportsInt | typing.SupportsIndex,
+        n: typing.SupportsInt | typing.SupportsIndex,
+        k: typing.SupportsInt | typing.SupportsIndex,
+        lda: typing.SupportsInt | typing.SupportsIndex,
+        ldb: typing.SupportsInt | typing.SupportsIndex,
+        ldd: typing.SupportsInt | typing.SupportsIndex,
+        alignment: typing.SupportsInt | typing.SupportsIndex,
+        workspace_bytes: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def __str__(self) -> str: ...
+
+class AlgorithmFilters:
+    """
+    Defects that concern single algorithms.
+    """
+    def __init__(
+        self, *, drop_768_auto: bool, drop_uneven_split_k: bool, no_query_in_capture: bool
+    ) -> None: ...
+    @property
+    def drop_768_auto(self) -> bool: ...
+    @property
+    def drop_uneven_split_k(self) -> bool: ...
+    @property
+    def no_query_in_capture(self) -> bool: ...
+
 def activate(
     *,
     h: typing.SupportsInt | typing.SupportsIndex,
@@ -187,6 +261,29 @@ def combine(
 def cpu_kernels() -> list[str]:
     """
     Names of the CPU kernel tables that this processor runs, the best one last.
+    """
+
+def cublaslt_dropped(
+    *,
+    id: typing.SupportsInt | typing.SupportsIndex,
+    splits: typing.SupportsInt | typing.SupportsIndex,
+    stages: typing.SupportsInt | typing.SupportsIndex,
+    k: typing.SupportsInt | typing.SupportsIndex,
+    filters: AlgorithmFilters,
+) -> str | None:
+    """
+    Why an algorithm is not used, or None.
+    """
+
+def cublaslt_read_back(
+    library: CublasLt,
+    description: MatmulDescription,
+    *,
+    a_scales: typing.SupportsInt | typing.SupportsIndex,
+    b_scales: typing.SupportsInt | typing.SupportsIndex,
+) -> dict[str, int]:
+    """
+    What the library gives back of the objects made for a description.
     """
 
 def cuda_activate(
