@@ -31,6 +31,8 @@ def _plain_enums(text: str) -> str:
         "DType",
         "GateOrder",
         "GlobalScale",
+        "LoopedWeights",
+        "RowForm",
     ):
         members = "".join(f"    {m.name} = {m.value}\n" for m in getattr(_C, name))
         pattern = rf"class {name}\(enum\.IntEnum\):\n(?:(?: .*)?\n)+?(?=\S)"

@@ -142,6 +142,7 @@ void bind_cublaslt(py::module_& m) {
   bind_library(m);
   bind_description(m);
   bind_algorithms(m);
+  bind_looped(m);
 }
 
 }  // namespace fp4lt::bindings
