@@ -184,10 +184,12 @@ NONE = {"drop_768_auto": False, "drop_uneven_split_k": False, "no_query_in_captu
         ({}, {"stages": 38, "splits": 5}, None),
         ({"drop_768_auto": True}, {"stages": 38}, "768xAUTO"),
         ({"drop_768_auto": True}, {"stages": 37}, None),
-        ({"drop_uneven_split_k": True}, {"splits": 5}, "unequal parts"),
+        ({"drop_uneven_split_k": True}, {"splits": 15, "k": 2048}, "unequal parts"),
+        ({"drop_uneven_split_k": True}, {"splits": 13, "k": 6144}, "unequal parts"),
+        ({"drop_uneven_split_k": True}, {"splits": 5, "k": 7168}, None),
         ({"drop_uneven_split_k": True}, {"splits": 4}, None),
         ({"drop_uneven_split_k": True}, {"splits": 1}, None),
-        ({"drop_uneven_split_k": True}, {"splits": 5, "id": 21}, None),
+        ({"drop_uneven_split_k": True}, {"splits": 15, "k": 2048, "id": 21}, None),
     ],
 )
 def test_algorithms_that_are_dropped(

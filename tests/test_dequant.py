@@ -90,13 +90,13 @@ def test_random_inputs_with_biases_factors_and_scales(kind: str, k: int) -> None
 def test_many_slices_of_an_expert_are_the_whole() -> None:
     """Weights far larger than a slice: every row of the output, and its last ragged part."""
     rng = cases.generator(5)
-    w = weights(rng, (2, 1352, 14336), exact=True)
+    w = weights(rng, (2, 1352, 7168), exact=True)
     product = looped.Product(
-        1352, 14336, fp4lt._C.LoopedWeights.EXPANDED, fp4lt._C.DType.BF16, fp4lt._C.DType.F32
+        1352, 7168, fp4lt._C.LoopedWeights.EXPANDED, fp4lt._C.DType.BF16, fp4lt._C.DType.F32
     )
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     assert looped._slice_rows(product, l2) < 1352
-    a = activations(rng, "w4a16-bf16", 5, 14336, exact=True)
+    a = activations(rng, "w4a16-bf16", 5, 7168, exact=True)
     offs = cases.offsets((2, 3))
     want = oracle.grouped_mm(a, w.mT, offs=offs, recipe="w4a16")
     want.check_exact(run(a, w, offs, recipe="w4a16", out_dtype=torch.float32).cpu())

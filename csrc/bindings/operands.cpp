@@ -35,8 +35,8 @@ void bind_operands(py::module_& m) {
            }),
            py::kw_only(), py::arg("a_global") = 0, py::arg("row_index") = 0,
            py::arg("b_global") = 0, py::arg("b_stride") = 0, py::arg("alpha") = 0,
-           py::arg("alpha_expert_stride") = 0, py::arg("order"),
-           py::arg("bias") = 0, py::arg("bias_expert_stride") = 0);
+           py::arg("alpha_expert_stride") = 0, py::arg("order"), py::arg("bias") = 0,
+           py::arg("bias_expert_stride") = 0);
   m.def(
       "cuda_finish_rows",
       [](uintptr_t c, int64_t c_row_stride, uintptr_t row_expert, uintptr_t row_count, int64_t rows,

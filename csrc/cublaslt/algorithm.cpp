@@ -38,6 +38,32 @@ Algorithm describe(const Library& library, const abi::HeuristicResult& result) {
   return a;
 }
 
+// One question; why proposals were dropped is added to `reasons`.
+std::vector<Algorithm> query(const Library& library, abi::Handle handle, const Matmul& matmul,
+                             const MatmulDescription& asked, int count, const Filters& filters,
+                             std::string& reasons) {
+  const MatmulPreference preference = make_preference(library, asked);
+  // Some more than wanted, for those that are dropped.
+  std::vector<abi::HeuristicResult> results(static_cast<size_t>(count) + 8);
+  int found = 0;
+  const int status = library->MatmulAlgoGetHeuristic(
+      handle, matmul.desc.get(), matmul.a.get(), matmul.b.get(), matmul.d.get(), matmul.d.get(),
+      preference.get(), static_cast<int>(results.size()), results.data(), &found);
+  library.check(status, "cublasLtMatmulAlgoGetHeuristic", to_string(asked));
+  std::vector<Algorithm> algorithms;
+  for (int i = 0; i < found && static_cast<int>(algorithms.size()) < count; ++i) {
+    if (results[i].state != abi::kSuccess) continue;
+    const Algorithm a = describe(library, results[i]);
+    const char* reason = dropped(a, asked.k, filters);
+    if (reason == nullptr) {
+      algorithms.push_back(a);
+    } else {
+      reasons += concat("\n", to_string(a), ": dropped, since ", reason);
+    }
+  }
+  return algorithms;
+}
+
 }  // namespace
 
 std::string to_string(const Algorithm& a) {
@@ -62,37 +88,28 @@ const char* dropped(const Algorithm& a, int64_t k, const Filters& filters) {
   if (filters.drop_768_auto && a.stages == abi::kStages768xAuto) {
     return "stages 768xAUTO are wrong in this version";
   }
-  if (filters.drop_uneven_split_k && a.id == kNvjet && a.splits > 1 && k % a.splits != 0) {
-    return "a split of K into unequal parts is wrong in this version";
+  // The defect needs parts of floor(K / S) that are whole stages; a stage is a multiple of 8.
+  if (filters.drop_uneven_split_k && a.id == kNvjet && a.splits > 1 && k % a.splits != 0 &&
+      k / a.splits % 8 == 0) {
+    return "such a split of K into unequal parts is wrong in this version";
   }
   return nullptr;
 }
 
 std::vector<Algorithm> find_algorithms(const Library& library, abi::Handle handle,
                                        const Matmul& matmul, int count, const Filters& filters) {
-  const MatmulPreference preference = make_preference(library, matmul.description());
-  // Some more than wanted, for those that are dropped.
-  std::vector<abi::HeuristicResult> results(static_cast<size_t>(count) + 8);
-  int found = 0;
-  const int status = library->MatmulAlgoGetHeuristic(
-      handle, matmul.desc.get(), matmul.a.get(), matmul.b.get(), matmul.d.get(), matmul.d.get(),
-      preference.get(), static_cast<int>(results.size()), results.data(), &found);
-  library.check(status, "cublasLtMatmulAlgoGetHeuristic", to_string(matmul.description()));
-  std::vector<Algorithm> algorithms;
+  MatmulDescription asked = matmul.description();
   std::string reasons;
-  for (int i = 0; i < found && static_cast<int>(algorithms.size()) < count; ++i) {
-    if (results[i].state != abi::kSuccess) continue;
-    const Algorithm a = describe(library, results[i]);
-    const char* reason = dropped(a, matmul.description().k, filters);
-    if (reason == nullptr) {
-      algorithms.push_back(a);
-    } else {
-      reasons += concat("\n", to_string(a), ": dropped, since ", reason);
-    }
+  std::vector<Algorithm> algorithms =
+      query(library, handle, matmul, asked, count, filters, reasons);
+  if (algorithms.empty() && !reasons.empty() && filters.drop_uneven_split_k) {
+    // All of them split K unevenly: without a split there is always one.
+    asked.reduction_schemes = abi::kReduceNone;
+    algorithms = query(library, handle, matmul, asked, count, filters, reasons);
   }
   if (algorithms.empty()) {
     library.check(abi::kNotSupported, "cublasLtMatmulAlgoGetHeuristic",
-                  to_string(matmul.description()) + reasons);
+                  to_string(asked) + reasons);
   }
   return algorithms;
 }
