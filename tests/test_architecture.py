@@ -14,7 +14,7 @@ PACKAGE = ROOT / "python" / "fp4lt"
 
 # A module may import those of earlier lines, and those of its own folder.
 ORDER = [
-    ["errors", "formats"],
+    ["errors", "formats", "_algorithms"],
     ["_interop", "_library", "_build"],
     ["_hazards"],
     ["layout"],
@@ -30,6 +30,7 @@ ORDER = [
     ["ops"],
     ["checkpoint"],
     ["testing"],
+    ["tuning"],
     ["doctor"],
     ["__init__"],
     ["__main__"],

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from test_moe import SHAPES, Case, covering, make
 
 import fp4lt
 from fp4lt.backends import looped
-from fp4lt.errors import UnsupportedError
 from fp4lt.problem import MoETrace
 from fp4lt.testing import bounds, cases, oracle
 
@@ -152,109 +150,6 @@ def test_offsets_from_the_device_are_checked() -> None:
     for offs in ([2, 1, 4], [1, 2, 5], [-1, 2, 3]):
         with pytest.raises(fp4lt.errors.ArgumentError, match=r"must not decrease.*4 rows"):
             fp4lt.grouped_mm(x, w.mT, offs=torch.tensor(offs).cuda(), backend="dequant")
-
-
-# ---- graphs, streams, threads
-
-
-@pytest.mark.parametrize("kind", ["w4a4-bf16", "w4a16-bf16"])
-@pytest.mark.parametrize("biased", [False, True])
-def test_host_offsets_can_be_captured(kind: str, biased: bool) -> None:
-    rng = cases.generator(17)
-    counts = [3, 0, 1, 8, 2, 5, 0, 1] * 3
-    w = weights(rng, (24, 264, 528), exact=False).to("cuda")
-    x = activations(rng, kind, sum(counts), 528, exact=False).to("cuda")
-    bias = torch.randn(24, 264, device="cuda") if biased else None
-    offs = cases.offsets(counts)
-    out = torch.empty(sum(counts), 264, dtype=torch.bfloat16, device="cuda")
-    given: dict[str, Any] = {"recipe": KINDS[kind][1], "bias": bias, "backend": "dequant"}
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        fp4lt.grouped_mm(x, w.mT, offs=offs.clone(), out=out, **given)
-    for scale in (1.0, -2.0):
-        assert isinstance(x, torch.Tensor)
-        x.mul_(scale)
-        out.fill_(float("nan"))
-        graph.replay()
-        want = fp4lt.grouped_mm(x, w.mT, offs=offs, **given)
-        bounds.assert_bitwise(out.cpu(), want.cpu())
-
-
-def test_device_offsets_in_a_capture_are_refused_and_the_capture_lives() -> None:
-    x = torch.ones(4, 32, dtype=torch.bfloat16, device="cuda")
-    w = torch.ones(2, 16, 32, dtype=torch.bfloat16, device="cuda")
-    offs = torch.tensor([1, 4], device="cuda")
-    out = torch.zeros(4, 16, dtype=torch.bfloat16, device="cuda")
-    case = on_gpu(make("dense"))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        with pytest.raises(UnsupportedError, match=r"'dequant' needs .* on the host.*'fused'"):
-            fp4lt.grouped_mm(x, w.mT, offs=offs, backend="dequant")
-        with pytest.raises(UnsupportedError, match=r"'dequant' needs .* on the host"):
-            case.run(backend="dequant")
-        fp4lt.grouped_mm(x, w.mT, offs=offs.new_tensor([1, 4], device="cpu"), out=out)
-    graph.replay()
-    assert bool((out == 32).all())
-
-
-def test_a_capture_beside_eager_calls_of_other_threads() -> None:
-    """Streams that a capture holds are lent to nobody else."""
-    rng = cases.generator(23)
-    counts = [1] * 32
-    w = cases.exact_matrix(rng, (32, 128, 256)).cuda()
-    x = cases.exact_matrix(rng, (32, 256)).cuda()
-    offs = cases.offsets(counts)
-    want = fp4lt.grouped_mm(x, w.mT, offs=offs, backend="dequant")
-    torch.cuda.synchronize()
-    wrong: list[str] = []
-    stop = threading.Event()
-
-    def eager() -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                while not stop.is_set():
-                    y = fp4lt.grouped_mm(x, w.mT, offs=offs, backend="dequant")
-                    torch.cuda.current_stream().synchronize()
-                    if not torch.equal(y, want):
-                        wrong.append("other bits")
-        except Exception as error:
-            wrong.append(str(error))
-
-    thread = threading.Thread(target=eager)
-    thread.start()
-    out = torch.empty_like(want)
-    for _ in range(5):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            fp4lt.grouped_mm(x, w.mT, offs=offs, out=out, backend="dequant")
-            fp4lt.grouped_mm(x, w.mT, offs=offs, out=out, backend="dequant")
-        out.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.current_stream().synchronize()
-        assert torch.equal(out, want)
-    stop.set()
-    thread.join()
-    assert not wrong
-
-
-def test_streams_and_threads_at_once() -> None:
-    jobs = [on_gpu(make(f"{s} T20 E6 k3 H1040 I272", seed=i)) for i, s in enumerate(["", "dense"])]
-    want = [job.run(backend="dequant") for job in jobs]
-    torch.cuda.synchronize()
-    wrong: list[int] = []
-
-    def work(i: int) -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            results = [jobs[i].run(backend="dequant") for _ in range(30)]
-            torch.cuda.current_stream().synchronize()
-        wrong.extend(i for y in results if not torch.equal(y, want[i]))
-
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not wrong
 
 
 # ---- the block

@@ -21,7 +21,9 @@ from fp4lt.testing import bounds, cases
 BF16 = torch.bfloat16
 
 
-@pytest.mark.parametrize(("rows", "bucket"), [(1, 16), (16, 16), (17, 64), (65, 256), (257, 512), (3000, 4096)])
+@pytest.mark.parametrize(
+    ("rows", "bucket"), [(1, 16), (16, 16), (17, 64), (65, 256), (257, 512), (3000, 4096)]
+)
 def test_row_buckets(rows: int, bucket: int) -> None:
     assert _C.row_bucket(rows) == bucket
 
@@ -158,18 +160,17 @@ def test_codes_with_each_experts_scales_in_tiles_of_their_own(k: int, source: st
     x = torch.randn(rows + 5, k)
     q = fp4lt.quantize(x, global_scale="row")
     a: Any = x.cuda() if source == "dense" else q.to("cuda")
-    place = looped_calls._locate(
-        looped.HostEnds(ends, ends, rows), ends, rows, torch.device("cuda", 0), True
-    )
+    sizes = looped.Sizes(ends, rows, torch.device("cuda", 0))
+    place = looped_calls._locate(sizes, True)
     assert place.tiles is not None
     want_expert = torch.repeat_interleave(torch.arange(len(counts)), counts)
     assert torch.equal(place.expert.cpu().to(torch.int64), want_expert)
     problem = grouped(k=k, a_format="float32" if source == "dense" else "nvfp4")
-    got = looped_calls._grouped_rows(problem, a, rows, True, None, place)
+    got = looped_calls._grouped_rows(problem, a, sizes, True, None, place)
     assert isinstance(got, stages.Rows)
     assert got.scales is not None
     assert got.global_scale is not None
-    looped_calls._clear(got.scales, place.ends, k)
+    looped_calls._clear(got.scales, sizes.device, rows, k)
     assert torch.equal(got.values.cpu(), q.codes[:rows])
     assert torch.equal(got.global_scale.cpu(), q.global_scale[:rows])
     tiles = got.scales.cpu()
@@ -218,7 +219,7 @@ def test_candidates_can_be_pinned_and_give_the_same_exact_bits() -> None:
         gemm.pin(16, algorithm.data)
         out.fill_(float("nan"))
         product = looped.Product(n, k, _C.LoopedWeights.DENSE, _C.DType.BF16, _C.DType.F32)
-        looped.multiply(product, torch.tensor([rows]), w, x, out)
+        looped.multiply(product, looped.Sizes(torch.tensor([rows]), rows, w.device), w, x, out)
         bounds.assert_bitwise(out.cpu(), want.cpu(), signed_zeros=False)
     with pytest.raises(fp4lt.errors.ArgumentError, match="64 bytes, not 3"):
         gemm.pin(16, b"abc")

@@ -88,6 +88,27 @@ void bind_looped(py::module_& m) {
           py::arg("row_stride"), py::arg("row_scales"), py::arg("alpha"), py::arg("alpha_stride"),
           py::arg("out"), py::arg("out_row_stride"), py::arg("workspace"), py::arg("streams"),
           py::arg("threads"), py::arg("stream"), ReleaseGil(), "Enqueue one product per expert.")
+      .def("graph_bytes", &LoopedGemm::graph_bytes, py::arg("rows"),
+           "Bytes of workspace per stream of add_to_graph().")
+      .def(
+          "add_to_graph",
+          [](LoopedGemm& gemm, uintptr_t ends, int64_t experts, int64_t row_count,
+             const std::variant<Nvfp4View, DenseView>& weights, uintptr_t rows, int64_t row_stride,
+             uintptr_t row_scales, uintptr_t alpha, int64_t alpha_stride, uintptr_t out,
+             int64_t out_row_stride, uintptr_t workspace, int streams, uintptr_t stream) {
+            LoopedCall call = make_call(weights, rows, row_stride, row_scales, alpha, alpha_stride,
+                                        out, out_row_stride);
+            call.experts = experts;
+            call.workspace = pointer<void>(workspace);
+            call.streams = streams;
+            call.stream = pointer<CUstream_st>(stream);
+            gemm.add_to_graph(call, pointer<const int>(ends), row_count);
+          },
+          py::kw_only(), py::arg("ends"), py::arg("experts"), py::arg("row_count"),
+          py::arg("weights"), py::arg("rows"), py::arg("row_stride"), py::arg("row_scales"),
+          py::arg("alpha"), py::arg("alpha_stride"), py::arg("out"), py::arg("out_row_stride"),
+          py::arg("workspace"), py::arg("streams"), py::arg("stream"), ReleaseGil(),
+          "Add the products to the graph that the stream is capturing.")
       .def(
           "candidates",
           [](LoopedGemm& gemm, const std::variant<Nvfp4View, DenseView>& weights, uintptr_t rows,

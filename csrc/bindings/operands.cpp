@@ -74,12 +74,12 @@ void bind_operands(py::module_& m) {
       "Each row's expert and place among the scale tiles.");
   m.def(
       "cuda_clear_tiles",
-      [](uintptr_t ends, int64_t experts, int64_t padded_blocks, uintptr_t scales, int device,
-         uintptr_t stream) {
-        cuda::clear_tiles(device, pointer<const int>(ends), experts, padded_blocks,
+      [](uintptr_t ends, int64_t experts, int64_t rows, int64_t padded_blocks, uintptr_t scales,
+         int device, uintptr_t stream) {
+        cuda::clear_tiles(device, pointer<const int>(ends), experts, rows, padded_blocks,
                           pointer<uint8_t>(scales), pointer<CUstream_st>(stream));
       },
-      py::kw_only(), py::arg("ends"), py::arg("experts"), py::arg("padded_blocks"),
+      py::kw_only(), py::arg("ends"), py::arg("experts"), py::arg("rows"), py::arg("padded_blocks"),
       py::arg("scales"), py::arg("device"), py::arg("stream"), ReleaseGil(),
       "Zeros for the rows of padding of scale tiles.");
   m.def("packed_tiles", &packed_tiles, py::arg("rows"), py::arg("experts"),
@@ -90,7 +90,7 @@ void bind_operands(py::module_& m) {
          uintptr_t out, DType out_type, int device, uintptr_t stream) {
         cuda::expand(device,
                      {pointer<const uint8_t>(codes), pointer<const uint8_t>(scales), row0, rows,
-                      pad, k, pointer<void>(out), out_type},
+                      pad, k, pointer<void>(out), out_type, false},
                      pointer<CUstream_st>(stream));
       },
       py::kw_only(), py::arg("codes"), py::arg("scales"), py::arg("row0"), py::arg("rows"),

@@ -16,6 +16,8 @@ namespace {
 LoopedGemm::LoopedGemm(std::shared_ptr<const Library>, int, const LoopedShape&) { refuse(); }
 int64_t LoopedGemm::stream_bytes() const { refuse(); }
 void LoopedGemm::run(const LoopedCall&) { refuse(); }
+void LoopedGemm::add_to_graph(const LoopedCall&, const int*, int64_t) { refuse(); }
+int64_t LoopedGemm::graph_bytes(int64_t) const { refuse(); }
 std::vector<Algorithm> LoopedGemm::candidates(const LoopedCall&, int64_t, int) { refuse(); }
 void LoopedGemm::pin(int64_t, const abi::Algo&) { refuse(); }
 

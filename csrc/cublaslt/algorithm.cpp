@@ -108,8 +108,7 @@ std::vector<Algorithm> find_algorithms(const Library& library, abi::Handle handl
     algorithms = query(library, handle, matmul, asked, count, filters, reasons);
   }
   if (algorithms.empty()) {
-    library.check(abi::kNotSupported, "cublasLtMatmulAlgoGetHeuristic",
-                  to_string(asked) + reasons);
+    library.check(abi::kNotSupported, "cublasLtMatmulAlgoGetHeuristic", to_string(asked) + reasons);
   }
   return algorithms;
 }

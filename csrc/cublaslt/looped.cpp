@@ -5,6 +5,7 @@
 
 #include "core/scale_layout.h"
 #include "cpu/thread_pool.h"
+#include "cublaslt/looped_worker.h"
 #include "cublaslt/streams.h"
 #include "cuda/check.h"
 #include "cuda/operand.h"
@@ -25,88 +26,11 @@ uint32_t alignment_of(const void* base, int64_t stride) {
   return static_cast<uint32_t>(bits & (~bits + 1));
 }
 
-const char* at(const void* base, int64_t bytes) { return static_cast<const char*>(base) + bytes; }
-char* at(void* base, int64_t bytes) { return static_cast<char*>(base) + bytes; }
-
-}  // namespace
-
-// One expert's rows.
-struct LoopedGemm::Job {
+struct Job {
   int64_t expert, start, rows;
 };
 
-// Weight rows of every expert that one product takes.
-struct LoopedGemm::Part {
-  int64_t row0, rows, pad;
-  MatmulDescription description;
-  Table* table = nullptr;
-  // The algorithm by number of rows, for the sizes of this call.
-  std::map<int64_t, Algorithm> algorithms;
-};
-
-// Enqueues the jobs of one stream, with descriptors of its own.
-class LoopedGemm::Worker {
- public:
-  Worker(const LoopedGemm& gemm, const LoopedCall& call, const std::vector<Part>& parts,
-         Stream stream, void* workspace)
-      : gemm_(gemm), call_(call), parts_(parts), stream_(stream), workspace_(workspace) {
-    for (const Part& part : parts) matmuls_.emplace_back(*gemm.library_, part.description);
-  }
-
-  void run(const Job& job) {
-    for (size_t i = 0; i < parts_.size(); ++i) multiply(job, parts_[i], matmuls_[i]);
-  }
-
- private:
-  const void* weights(const Job& job, const Part& part) const {
-    const LoopedShape& s = gemm_.shape_;
-    if (s.weights == Weights::kDense) {
-      return at(call_.dense.data, job.expert * call_.dense.expert_stride * 2);
-    }
-    const uint8_t* codes = call_.nvfp4.codes + job.expert * call_.nvfp4.codes_expert_stride;
-    if (s.weights == Weights::kCodes) return codes;
-    void* expanded = at(workspace_, round_up(s.library_workspace, 256));
-    cuda::expand(gemm_.device_,
-                 {codes, call_.nvfp4.scales + job.expert * call_.nvfp4.scales_expert_stride,
-                  part.row0, part.rows, part.pad, s.k, expanded, s.type},
-                 stream_);
-    return expanded;
-  }
-
-  void multiply(const Job& job, const Part& part, Matmul& matmul) {
-    const Library& library = *gemm_.library_;
-    const LoopedShape& s = gemm_.shape_;
-    const Algorithm& algorithm = part.algorithms.at(job.rows);
-    matmul.set_rows(job.rows);
-    const bool codes = s.weights == Weights::kCodes;
-    if (codes) {
-      const int64_t line = padded_blocks(s.k / 16) * kTileRows;
-      matmul.set_scales(call_.nvfp4.scales + job.expert * call_.nvfp4.scales_expert_stride,
-                        call_.row_scales + first_tile(job.start, job.expert) * line);
-    }
-    const void* a = weights(job, part);
-    const void* b =
-        at(call_.rows, codes ? job.start * call_.row_stride / 2 : job.start * call_.row_stride * 2);
-    void* d = at(call_.out, (job.start * call_.out_row_stride + part.row0) * size_of(s.out));
-    const float* alpha = call_.alpha != nullptr ? call_.alpha + job.expert * call_.alpha_stride
-                                                : gemm_.zero_one_ + 1;
-    const int status = library->Matmul(gemm_.handle_, matmul.desc.get(), alpha, a, matmul.a.get(),
-                                       b, matmul.b.get(), gemm_.zero_one_, d, matmul.d.get(), d,
-                                       matmul.d.get(), &algorithm.algo, workspace_,
-                                       static_cast<size_t>(s.library_workspace), stream_);
-    if (status != abi::kSuccess) {
-      library.check(status, "cublasLtMatmul",
-                    to_string(matmul.description()) + "\nalgorithm " + to_string(algorithm));
-    }
-  }
-
-  const LoopedGemm& gemm_;
-  const LoopedCall& call_;
-  const std::vector<Part>& parts_;
-  Stream stream_;
-  void* workspace_;
-  std::vector<Matmul> matmuls_;
-};
+}  // namespace
 
 LoopedGemm::LoopedGemm(std::shared_ptr<const Library> library, int device, const LoopedShape& shape)
     : library_(std::move(library)), device_(device), shape_(shape) {
@@ -161,7 +85,7 @@ std::vector<LoopedGemm::Part> LoopedGemm::parts(const LoopedCall& call) const {
         shape_.weights == Weights::kExpanded && row0 + round_up(rows, 8) <= call.out_row_stride
             ? round_up(rows, 8)
             : rows;
-    parts.push_back({row0, rows, m - rows, describe(call, m, 1), nullptr, {}});
+    parts.push_back({row0, rows, m - rows, describe(call, m, 1), {}});
   }
   return parts;
 }
@@ -203,48 +127,63 @@ Algorithm LoopedGemm::choose(Table& table, Matmul& matmul, int64_t rows, bool ca
       .first->second;
 }
 
-void LoopedGemm::run(const LoopedCall& call) {
-  std::vector<Job> jobs;
-  int64_t start = 0;
-  for (int64_t e = 0; e < call.experts; ++e) {
-    FP4LT_CHECK(call.ends[e] >= start, "looped: end offset ", e, " is ", call.ends[e],
-                ", less than ", start, " before it");
-    if (call.ends[e] > start) jobs.push_back({e, start, call.ends[e] - start});
-    start = call.ends[e];
-  }
-  if (jobs.empty()) return;
+std::vector<LoopedGemm::Part> LoopedGemm::plan(const LoopedCall& call,
+                                               const std::vector<int64_t>& sizes, bool capturing) {
   FP4LT_CHECK(reinterpret_cast<uintptr_t>(call.workspace) % 256 == 0,
               "looped: the workspace must lie at a multiple of 256 bytes");
   FP4LT_CHECK(shape_.weights != Weights::kExpanded ||
                   (reinterpret_cast<uintptr_t>(call.nvfp4.codes) % 8 == 0 &&
                    call.nvfp4.codes_expert_stride % 8 == 0),
               "looped: codes must lie at multiples of 8 bytes; these do not: .clone() the tensor");
+  std::vector<Part> parts = this->parts(call);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const RelaxedCapture relaxed;
+  for (Part& part : parts) {
+    const MatmulDescription& d = part.description;
+    Table& table =
+        tables_[Key{d.m, d.lda, d.ldb, d.ldd, d.a_alignment, d.b_alignment, d.d_alignment}];
+    Matmul matmul(*library_, d);
+    set_any_scales(matmul, call);
+    for (const int64_t rows : sizes) {
+      if (part.algorithms.count(rows) != 0) continue;
+      part.algorithms[rows] = choose(table, matmul, rows, capturing);
+    }
+  }
+  return parts;
+}
+
+void LoopedGemm::run(const LoopedCall& call) {
+  std::vector<Job> jobs;
+  std::vector<int64_t> sizes;
+  int64_t start = 0;
+  for (int64_t e = 0; e < call.experts; ++e) {
+    FP4LT_CHECK(call.ends[e] >= start, "looped: end offset ", e, " is ", call.ends[e],
+                ", less than ", start, " before it");
+    if (call.ends[e] > start) {
+      jobs.push_back({e, start, call.ends[e] - start});
+      sizes.push_back(call.ends[e] - start);
+    }
+    start = call.ends[e];
+  }
+  if (jobs.empty()) return;
 
   const cuda::DeviceGuard guard(device_);
   const bool capturing = capture_of(call.stream) != 0;
-  std::vector<Part> parts = this->parts(call);
-  {
-    // Everything that may fail for want of an algorithm comes before the first launch.
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const RelaxedCapture relaxed;
-    for (Part& part : parts) {
-      const MatmulDescription& d = part.description;
-      Table& table =
-          tables_[Key{d.m, d.lda, d.ldb, d.ldd, d.a_alignment, d.b_alignment, d.d_alignment}];
-      Matmul matmul(*library_, d);
-      set_any_scales(matmul, call);
-      for (const Job& job : jobs) {
-        if (part.algorithms.count(job.rows) != 0) continue;
-        part.algorithms[job.rows] = choose(table, matmul, job.rows, capturing);
-      }
-    }
-  }
+  // Everything that may fail for want of an algorithm comes before the first launch.
+  const std::vector<Part> parts = plan(call, sizes, capturing);
+  const bool codes = shape_.weights == Weights::kCodes;
+  const int64_t line = padded_blocks(shape_.k / 16) * kTileRows;
+  const auto place_of = [&](const Job& job) -> Worker::Place {
+    return {at(call.rows, job.start * call.row_stride * (codes ? 1 : 4) / 2),
+            codes ? call.row_scales + first_tile(job.start, job.expert) * line : nullptr,
+            at(call.out, job.start * call.out_row_stride * size_of(shape_.out))};
+  };
 
   const auto count = static_cast<int64_t>(jobs.size());
   const int streams = static_cast<int>(std::min<int64_t>(call.streams, count));
   if (streams == 1) {
-    Worker worker(*this, call, parts, call.stream, call.workspace);
-    for (const Job& job : jobs) worker.run(job);
+    Worker worker(*this, call, parts, call.stream, call.workspace, false);
+    for (const Job& job : jobs) worker.run(job.expert, job.rows, place_of(job));
     return;
   }
   StreamLoan loan(device_, call.stream, streams);
@@ -255,8 +194,10 @@ void LoopedGemm::run(const LoopedCall& call) {
   parallel_for(loan.size(), threads, [&](int64_t s) {
     const cuda::DeviceGuard own(device_);
     Worker worker(*this, call, parts, loan[static_cast<int>(s)],
-                  at(call.workspace, s * stream_bytes()));
-    for (int64_t j = s; j < count; j += loan.size()) worker.run(jobs[j]);
+                  at(call.workspace, s * stream_bytes()), false);
+    for (int64_t j = s; j < count; j += loan.size()) {
+      worker.run(jobs[j].expert, jobs[j].rows, place_of(jobs[j]));
+    }
   });
   loan.join();
 }

@@ -13,6 +13,8 @@
 
 namespace fp4lt::cublaslt {
 
+using cuda::Stream;
+
 // Where the product's weights come from.
 enum class Weights : int {
   kDense = 0,     // 16-bit, as they are
@@ -48,7 +50,7 @@ struct LoopedCall {
   void* workspace;  // size() bytes for each stream, at a multiple of 256
   int streams;      // 1 to 32; with 1 everything runs on the caller's
   int threads;      // host threads that may enqueue; a capture has one
-  cuda::Stream stream;
+  Stream stream;
 };
 
 // Rows up to which one algorithm is asked for: 16, 64, 256, then powers of two.  With few rows a
@@ -73,6 +75,14 @@ class LoopedGemm {
   // rows are skipped.
   void run(const LoopedCall& call);
 
+  // The same where sizes are known to the device only: conditional nodes in the graph that the
+  // stream is capturing, a body per expert and bucket of rows, each of which takes its rows into a
+  // slot, multiplies, and puts the sums back.  `ends` and `rows`, the most there can be, take the
+  // place of the call's ends; offsets that decrease or lie outside are cut.  The workspace holds
+  // graph_bytes() for each of the call's streams.  A replay gives the bits of run().
+  void add_to_graph(const LoopedCall& call, const int* ends, int64_t rows);
+  int64_t graph_bytes(int64_t rows) const;
+
   // The library's proposals for products of `rows` rows of a call like this one, best first.
   std::vector<Algorithm> candidates(const LoopedCall& call, int64_t rows, int count);
   // Use this algorithm for all products of a bucket from now on, wherever it serves.
@@ -85,12 +95,15 @@ class LoopedGemm {
     std::map<int64_t, Algorithm> buckets;
     std::map<int64_t, Algorithm> by_rows;
   };
-  struct Job;
   struct Part;
   class Worker;
+  struct Slot;
 
   MatmulDescription describe(const LoopedCall& call, int64_t m, int64_t rows) const;
+  // The parts of N, with an algorithm for each of the sizes.
+  std::vector<Part> plan(const LoopedCall& call, const std::vector<int64_t>& sizes, bool capturing);
   std::vector<Part> parts(const LoopedCall& call) const;
+  Slot slot(int64_t rows) const;
   Algorithm choose(Table& table, Matmul& matmul, int64_t rows, bool capturing);
   Algorithm find(Matmul& matmul, int64_t rows, bool capturing) const;
   void set_any_scales(Matmul& matmul, const LoopedCall& call) const;

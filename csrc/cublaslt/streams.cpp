@@ -97,6 +97,9 @@ StreamLoan::StreamLoan(int device, Stream caller, int streams)
       capture_(capture_of(caller)),
       set_(take(device, capture_)) {}
 
+StreamLoan::StreamLoan(int device)
+    : device_(device), caller_(nullptr), size_(kMaxStreams), set_(take(device, 0)) {}
+
 StreamLoan::~StreamLoan() {
   if (forked_) join_quietly();
   Pool& p = pool();

@@ -36,6 +36,8 @@ class StreamLoan {
  public:
   // `device` is current.
   StreamLoan(int device, Stream caller, int streams);
+  // Streams that are part of no capture, to begin one with.
+  explicit StreamLoan(int device);
   ~StreamLoan();
   StreamLoan(const StreamLoan&) = delete;
   StreamLoan& operator=(const StreamLoan&) = delete;

@@ -46,18 +46,20 @@ __global__ void __launch_bounds__(kThreads) locate_kernel(const LocateArgs a) {
   const int expert = expert_of(a.ends, experts, row);
   if (a.row_expert != nullptr) a.row_expert[row] = expert;
   if (a.scale_row != nullptr) {
-    const int64_t start = expert > 0 ? a.ends[expert - 1] : 0;
+    // Cut as well: offsets on the device may be wrong, and must not lead outside.
+    const int64_t start = expert > 0 ? min(max(int64_t{a.ends[expert - 1]}, int64_t{0}), row) : 0;
     a.scale_row[row] = static_cast<int>(first_tile(start, expert) * kTileRows + (row - start));
   }
 }
 
 // A block of threads for each expert: the rest of its last tiles.
 __global__ void __launch_bounds__(kThreads)
-    clear_kernel(const int* ends, int64_t blocks, uint8_t* scales) {
+    clear_kernel(const int* ends, int64_t rows, int64_t blocks, uint8_t* scales) {
   ptx::wait_for_previous_kernel();
   const int64_t expert = blockIdx.x;
-  const int64_t start = expert > 0 ? ends[expert - 1] : 0;
-  const int64_t count = ends[expert] - start;
+  const auto cut = [&](int64_t v) { return v < 0 ? 0 : v > rows ? rows : v; };
+  const int64_t start = expert > 0 ? cut(ends[expert - 1]) : 0;
+  const int64_t count = cut(ends[expert]) - start;
   const int used = static_cast<int>(count % kTileRows);
   if (count <= 0 || used == 0) return;
   const int64_t line = blocks * kTileRows / 4;  // words of one row of tiles
@@ -166,11 +168,11 @@ void locate_rows(int device, const LocateArgs& a, Stream stream) {
          dim3(kThreads), 0, stream, a);
 }
 
-void clear_tiles(int device, const int* ends, int64_t experts, int64_t padded_blocks,
+void clear_tiles(int device, const int* ends, int64_t experts, int64_t rows, int64_t padded_blocks,
                  uint8_t* scales, Stream stream) {
   const DeviceGuard guard(device);
   launch(device, clear_kernel, dim3(static_cast<unsigned>(experts)), dim3(kThreads), 0, stream,
-         ends, padded_blocks, scales);
+         ends, rows, padded_blocks, scales);
 }
 
 void finish_rows(int device, const FinishArgs& a, Stream stream) {
@@ -189,7 +191,12 @@ void expand(int device, const ExpandArgs& a, Stream stream) {
   const dim3 grid(static_cast<unsigned>(ceil_div(blocks, kThreads)), static_cast<unsigned>(rows));
   const auto kernel =
       a.out_type == DType::kF16 ? expand_kernel<__half> : expand_kernel<__nv_bfloat16>;
-  launch(device, kernel, grid, dim3(kThreads), 0, stream, a);
+  if (!a.plain) {
+    launch(device, kernel, grid, dim3(kThreads), 0, stream, a);
+    return;
+  }
+  kernel<<<grid, kThreads, 0, stream>>>(a);
+  FP4LT_CUDA_CHECK(cudaGetLastError());
 }
 
 }  // namespace fp4lt::cuda

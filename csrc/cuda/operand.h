@@ -68,7 +68,7 @@ struct LocateArgs {
 void locate_rows(int device, const LocateArgs& args, Stream stream);
 
 // Zeros for the rows of padding in the tiles that hold rows of such an operand.
-void clear_tiles(int device, const int* ends, int64_t experts, int64_t padded_blocks,
+void clear_tiles(int device, const int* ends, int64_t experts, int64_t rows, int64_t padded_blocks,
                  uint8_t* scales, Stream stream);
 
 // Rows [row0, row0 + rows) of one NVFP4 matrix as products code * scale, exact in both 16-bit
@@ -79,6 +79,7 @@ struct ExpandArgs {
   int64_t row0, rows, pad, k;
   void* out;
   DType out_type;
+  bool plain;  // launched without programmatic serialization
 };
 void expand(int device, const ExpandArgs& args, Stream stream);
 

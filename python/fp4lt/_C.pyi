@@ -317,6 +317,27 @@ class LoopedGemm:
         library_workspace: typing.SupportsInt | typing.SupportsIndex,
         filters: AlgorithmFilters,
     ) -> None: ...
+    def add_to_graph(
+        self,
+        *,
+        ends: typing.SupportsInt | typing.SupportsIndex,
+        experts: typing.SupportsInt | typing.SupportsIndex,
+        row_count: typing.SupportsInt | typing.SupportsIndex,
+        weights: Nvfp4View | DenseView,
+        rows: typing.SupportsInt | typing.SupportsIndex,
+        row_stride: typing.SupportsInt | typing.SupportsIndex,
+        row_scales: typing.SupportsInt | typing.SupportsIndex,
+        alpha: typing.SupportsInt | typing.SupportsIndex,
+        alpha_stride: typing.SupportsInt | typing.SupportsIndex,
+        out: typing.SupportsInt | typing.SupportsIndex,
+        out_row_stride: typing.SupportsInt | typing.SupportsIndex,
+        workspace: typing.SupportsInt | typing.SupportsIndex,
+        streams: typing.SupportsInt | typing.SupportsIndex,
+        stream: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None:
+        """
+        Add the products to the graph that the stream is capturing.
+        """
     def candidates(
         self,
         *,
@@ -331,6 +352,10 @@ class LoopedGemm:
     ) -> list[LoopedAlgorithm]:
         """
         The library's proposals for a number of rows.
+        """
+    def graph_bytes(self, rows: typing.SupportsInt | typing.SupportsIndex) -> int:
+        """
+        Bytes of workspace per stream of add_to_graph().
         """
     def pin(self, bucket: typing.SupportsInt | typing.SupportsIndex, data: bytes) -> None:
         """
@@ -468,6 +493,7 @@ def cuda_clear_tiles(
     *,
     ends: typing.SupportsInt | typing.SupportsIndex,
     experts: typing.SupportsInt | typing.SupportsIndex,
+    rows: typing.SupportsInt | typing.SupportsIndex,
     padded_blocks: typing.SupportsInt | typing.SupportsIndex,
     scales: typing.SupportsInt | typing.SupportsIndex,
     device: typing.SupportsInt | typing.SupportsIndex,

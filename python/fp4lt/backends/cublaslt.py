@@ -37,15 +37,15 @@ class CublasLtBackend:
 
     def grouped_mm(self, problem: GroupedProblem, call: GroupedCall) -> None:
         """See :class:`fp4lt.backends.base.Backend`."""
-        run_grouped(self.name, True, problem, call)
+        run_grouped(True, problem, call)
 
     def moe(self, problem: MoEProblem, call: MoECall) -> None:
         """See :class:`fp4lt.backends.base.Backend`."""
-        run_moe(self.name, True, problem, call)
+        run_moe(True, problem, call)
 
     def trace_moe(self, problem: MoEProblem, call: MoECall) -> MoETrace:
         """See :class:`fp4lt.backends.base.Backend`; everything is moved to host memory."""
-        return host_trace(problem, call, *run_block(self.name, True, problem, call, trace=True))
+        return host_trace(problem, call, *run_block(True, problem, call, trace=True))
 
 
 def _columns(problem: GroupedProblem | MoEProblem) -> tuple[int, ...]:

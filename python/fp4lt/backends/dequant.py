@@ -29,12 +29,12 @@ class DequantBackend:
 
     def grouped_mm(self, problem: GroupedProblem, call: GroupedCall) -> None:
         """See :class:`fp4lt.backends.base.Backend`."""
-        run_grouped(self.name, False, problem, call)
+        run_grouped(False, problem, call)
 
     def moe(self, problem: MoEProblem, call: MoECall) -> None:
         """See :class:`fp4lt.backends.base.Backend`."""
-        run_moe(self.name, False, problem, call)
+        run_moe(False, problem, call)
 
     def trace_moe(self, problem: MoEProblem, call: MoECall) -> MoETrace:
         """See :class:`fp4lt.backends.base.Backend`; everything is moved to host memory."""
-        return host_trace(problem, call, *run_block(self.name, False, problem, call, trace=True))
+        return host_trace(problem, call, *run_block(False, problem, call, trace=True))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the looped cuBLASLt backends share: one matmul per expert on a fan of streams.
 
-Sizes have to be on the host: offsets that are on the device are copied, which waits for it, and
-cannot be known inside a graph capture.  docs/cublaslt.md has the data flow.
+Offsets that are on the device are copied to the host, which waits for it; inside a graph capture,
+conditional nodes take their place.  docs/cublaslt.md has the data flow.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
-from fp4lt import _C, _hazards, _library
+from fp4lt import _C, _algorithms, _hazards, _library
 from fp4lt._build import has_code_for
 from fp4lt._interop import (
     DTYPES,
@@ -26,7 +26,7 @@ from fp4lt._interop import (
     threads,
 )
 from fp4lt.backends.cpu import GATE_ORDERS
-from fp4lt.errors import ArgumentError, Error, LayoutError, UnsupportedError
+from fp4lt.errors import ArgumentError, Error, LayoutError
 from fp4lt.problem import GroupedProblem, MoEProblem, Operand
 from fp4lt.tensor import NVFP4Tensor
 
@@ -39,6 +39,12 @@ STREAMS: Final = {_C.LoopedWeights.DENSE: 16, _C.LoopedWeights.CODES: 16}
 EXPANDED_STREAMS: Final = 8
 MAX_THREADS: Final = 8
 """Host threads that enqueue outside a capture: beyond these, the driver is the limit."""
+
+# Slots of a graph's chains together, where two of them are less.
+_GRAPH_BYTES = 1 << 30
+
+BUCKETS: Final = (16, 64, 256, *(1 << i for i in range(9, 21)))
+"""Rows of an expert up to which one algorithm is used."""
 
 _SIXTEEN_BIT_WORKSPACE = 4 << 20
 _FP4_WORKSPACE = 32 << 20  # what NVIDIA's own callers give FP4 products
@@ -87,56 +93,73 @@ def device_refusal(problem: GroupedProblem | MoEProblem, device: torch.device) -
     return None
 
 
-class HostEnds(NamedTuple):
-    """End offsets in host memory, on their way there until :meth:`wait`."""
+class Sizes:
+    """How many rows each expert has: known to the host, or inside a capture to the device only.
 
-    ends: torch.Tensor
-    source: torch.Tensor
-    rows: int
+    Attributes
+    ----------
+    rows : int
+        Rows used, or the most there can be.
+    host : (E,) int64 in host memory, or None
+    device : (E,) int32 on the device
+        End offsets; made when first asked for.
+    """
 
-    def wait(self) -> torch.Tensor:
-        """(E,) int64, checked."""
-        if self.source.device.type == "cpu":
-            return self.ends
-        torch.cuda.current_stream(self.source.device).synchronize()
-        ends = self.ends.to(torch.int64)
+    def __init__(self, ends: torch.Tensor, rows: int, device: torch.device) -> None:
+        self.rows = rows
+        self._place = device
+        self._source = ends
+        self._device: torch.Tensor | None = None
+        self.host: torch.Tensor | None = None
+        self._coming: torch.Tensor | None = None
+        if ends.device.type == "cpu":
+            self.host, self.rows = ends, int(ends[-1])
+        elif not torch.cuda.is_current_stream_capturing():
+            self._coming = torch.empty(ends.shape, dtype=ends.dtype, pin_memory=True)
+            self._coming.copy_(ends, non_blocking=True)
+
+    def wait(self) -> Sizes:
+        """Wait for a copy to the host that is under way, and check what came.
+
+        Raises
+        ------
+        ArgumentError
+            If offsets decrease or pass the rows.
+        """
+        if self._coming is None:
+            return self
+        torch.cuda.current_stream(self._place).synchronize()
+        ends, self._coming = self._coming.to(torch.int64), None
         if bool((torch.diff(ends, prepend=ends.new_zeros(1)) < 0).any()) or ends[-1] > self.rows:
             raise ArgumentError(
                 f"grouped_mm: offs is {ends.tolist()}; end offsets must not decrease, and there "
                 f"are {self.rows} rows"
             )
-        return ends
+        self.host, self.rows = ends, int(ends[-1])
+        return self
 
+    @property
+    def device(self) -> torch.Tensor:
+        """See the class."""
+        if self._device is not None:
+            return self._device
+        if self._source.device.type != "cpu":
+            self._device = self._source.to(torch.int32)
+        else:
+            # As parameters of a kernel: no copy, and a capture has the values.
+            self._device = torch.empty(self._source.shape, dtype=torch.int32, device=self._place)
+            _C.cuda_put_integers(
+                values=address(self._source),
+                count=self._source.numel(),
+                out=address(self._device),
+                **cuda_launch(self._place),
+            )
+        return self._device
 
-def host_ends(ends: torch.Tensor, rows: int, name: str) -> HostEnds:
-    """Start the copy of offsets to the host, where they are not there already."""
-    if ends.device.type == "cpu":
-        return HostEnds(ends, ends, rows)
-    refuse_capture(name)
-    host = torch.empty(ends.shape, dtype=ends.dtype, pin_memory=True)
-    host.copy_(ends, non_blocking=True)
-    return HostEnds(host, ends, rows)
-
-
-def refuse_capture(name: str) -> None:
-    """Raise if the current stream is capturing, when sizes would have to come from the device."""
-    if torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError(
-            f"backend {name!r} needs the number of rows of each expert on the host, and inside a "
-            "graph capture they cannot be copied there: use backend='fused' for NVFP4 weights, or "
-            "grouped_mm with offs in host memory, whose sizes the graph then keeps"
-        )
-
-
-def device_ends(ends: HostEnds, checked: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """(E,) int32 on the device; from the host as parameters of a kernel, without a copy."""
-    if ends.source.device.type != "cpu":
-        return ends.source.to(torch.int32)
-    out = torch.empty(ends.ends.shape, dtype=torch.int32, device=device)
-    _C.cuda_put_integers(
-        values=address(checked), count=checked.numel(), out=address(out), **cuda_launch(device)
-    )
-    return out
+    @property
+    def count(self) -> torch.Tensor | None:
+        """(1,) int32: rows used, where only the device knows; else None."""
+        return None if self.host is not None else self.device[-1:]
 
 
 @dataclass(frozen=True)
@@ -154,6 +177,11 @@ class Product:
         """Streams of a call."""
         return STREAMS.get(self.weights, EXPANDED_STREAMS)
 
+    def __str__(self) -> str:
+        kind = "e2m1" if self.weights == _C.LoopedWeights.CODES else self.type.name.lower()
+        how = self.weights.name.lower()
+        return f"{how} {kind} -> {self.out.name.lower()} N={self.n} K={self.k}"
+
 
 @lru_cache(maxsize=4096)
 def compiled(product: Product, device: int, forced: str | None) -> _C.LoopedGemm:
@@ -165,7 +193,7 @@ def compiled(product: Product, device: int, forced: str | None) -> _C.LoopedGemm
     if product.weights == _C.LoopedWeights.EXPANDED:
         slice_rows = _slice_rows(product, _C.cuda_device_info(device).l2_bytes)
     codes = product.weights == _C.LoopedWeights.CODES
-    return _C.LoopedGemm(
+    gemm = _C.LoopedGemm(
         library=library,
         device=device,
         n=product.n,
@@ -177,6 +205,24 @@ def compiled(product: Product, device: int, forced: str | None) -> _C.LoopedGemm
         library_workspace=_FP4_WORKSPACE if codes else _SIXTEEN_BIT_WORKSPACE,
         filters=_hazards.filters(library.version, f"{major}.{minor}"),
     )
+    for bucket in BUCKETS:
+        found = tuned().get(algorithm_key(product, device, bucket))
+        if found is not None:
+            gemm.pin(bucket, found.data)
+    return gemm
+
+
+@lru_cache(maxsize=1)
+def tuned() -> dict[str, _algorithms.Tuned]:
+    """The tuned algorithms, read once."""
+    return _algorithms.load(_algorithms.path())
+
+
+def algorithm_key(product: Product, device: int, bucket: int) -> str:
+    """Where the algorithm of a product is kept."""
+    major, minor = capability(torch.device("cuda", device))
+    name = f"{torch.cuda.get_device_name(device)} {major}.{minor}"
+    return _algorithms.key(name, _library.opened().version, str(product), bucket)
 
 
 def _slice_rows(product: Product, l2_bytes: int) -> int:
@@ -188,27 +234,30 @@ def _slice_rows(product: Product, l2_bytes: int) -> int:
 
 def multiply(
     product: Product,
-    ends: torch.Tensor,
+    sizes: Sizes,
     weights: Operand,
     rows: torch.Tensor,
     out: torch.Tensor,
     *,
     row_scales: torch.Tensor | None = None,
     alpha: torch.Tensor | None = None,
+    gemm: _C.LoopedGemm | None = None,
 ) -> None:
-    """Enqueue the products of all experts.
+    """Enqueue the products of all experts, or add them to the graph that is being captured.
 
     Parameters
     ----------
-    ends : (E,) int64 in host memory
     rows : (M, K) 16-bit with contiguous K, or codes (M, K / 2)
     out : (M, N or more)
         Rows may be strided.
     row_scales : (tiles, bytes) uint8, with codes
     alpha : (E,) float32, optional
+    gemm : LoopedGemm, optional
+        Instead of the cached one.
     """
     launch = cuda_launch(out.device)
-    gemm = compiled(product, launch["device"], os.environ.get(TEST_CAPABILITY))
+    if gemm is None:
+        gemm = compiled(product, launch["device"], os.environ.get(TEST_CAPABILITY))
     if isinstance(weights, NVFP4Tensor):
         view: _C.Nvfp4View | _C.DenseView = nvfp4_view(
             weights.codes, weights.scales, weights.global_scale
@@ -220,25 +269,46 @@ def multiply(
                 f"weights have shape {tuple(weights.shape)} and strides {weights.stride()}: their "
                 "rows overlap; call .contiguous()"
             )
-    streams = min(product.streams(), len(ends), rows.shape[0])
-    memory = torch.empty(streams * gemm.stream_bytes, dtype=torch.uint8, device=out.device)
+    experts = weights.shape[0]
     stride = rows.stride(0) * (2 if rows.dtype == torch.uint8 else 1)
-    gemm.run(
-        ends=address(ends),
-        experts=len(ends),
-        weights=view,
-        rows=address(rows),
-        row_stride=max(stride, product.k),
-        row_scales=address(row_scales),
-        alpha=address(alpha),
-        alpha_stride=1 if alpha is not None else 0,
-        out=address(out),
-        out_row_stride=max(out.stride(0), out.shape[1]),
+    operands: dict[str, Any] = {
+        "experts": experts,
+        "weights": view,
+        "rows": address(rows),
+        "row_stride": max(stride, product.k),
+        "row_scales": address(row_scales),
+        "alpha": address(alpha),
+        "alpha_stride": 1 if alpha is not None else 0,
+        "out": address(out),
+        "out_row_stride": max(out.stride(0), out.shape[1]),
+        "stream": launch["stream"],
+    }
+    streams = min(product.streams(), experts)
+    if sizes.host is not None:
+        streams = min(streams, rows.shape[0])
+        memory = _workspace(streams * gemm.stream_bytes, out.device)
+        gemm.run(
+            ends=address(sizes.host),
+            workspace=address(memory),
+            streams=streams,
+            threads=max(1, min(threads(), MAX_THREADS)),
+            **operands,
+        )
+        return
+    each = gemm.graph_bytes(sizes.rows)
+    streams = max(min(streams, _GRAPH_BYTES // each), min(streams, 2))
+    memory = _workspace(streams * each, out.device)
+    gemm.add_to_graph(
+        ends=address(sizes.device),
+        row_count=sizes.rows,
         workspace=address(memory),
         streams=streams,
-        threads=max(1, min(threads(), MAX_THREADS)),
-        stream=launch["stream"],
+        **operands,
     )
+
+
+def _workspace(size: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def sums_like(rows: int, n: int, device: torch.device) -> torch.Tensor:
@@ -286,7 +356,7 @@ def finish_rows(
     """Write `out` (or `sums` itself) from sums."""
     _C.cuda_finish_rows(
         c=address(sums),
-        c_row_stride=sums.stride(0),
+        c_row_stride=max(sums.stride(0), sums.shape[1]),
         row_expert=address(row_expert),
         row_count=address(row_count),
         rows=sums.shape[0],
@@ -294,6 +364,6 @@ def finish_rows(
         finish=finish,
         out=address(out),
         out_type=DTYPES[out.dtype],
-        out_row_stride=out.stride(0),
+        out_row_stride=max(out.stride(0), out.shape[1]),
         **cuda_launch(out.device),
     )

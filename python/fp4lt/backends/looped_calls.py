@@ -14,14 +14,11 @@ import torch
 from fp4lt import _C
 from fp4lt._interop import DTYPES, address, cuda_launch, is_aligned
 from fp4lt.backends.looped import (
-    HostEnds,
     Product,
-    device_ends,
+    Sizes,
     finish_of,
     finish_rows,
-    host_ends,
     multiply,
-    refuse_capture,
     sums_like,
     usable_rows,
 )
@@ -51,14 +48,13 @@ def product_of(weights: Operand, rows: Rows | torch.Tensor, out: torch.dtype) ->
     return Product(n, k, kind, DTYPES[values.dtype], DTYPES[out])
 
 
-def run_grouped(name: str, codes: bool, problem: GroupedProblem, call: GroupedCall) -> None:
+def run_grouped(codes: bool, problem: GroupedProblem, call: GroupedCall) -> None:
     """Write ``call.out``."""
     a, device = call.a, call.out.device
     if a.shape[0] == 0:
         return
-    on_host = host_ends(call.ends, a.shape[0], name)
-    ends = on_host.wait()
-    rows = int(ends[-1])
+    sizes = Sizes(call.ends, a.shape[0], device).wait()
+    rows = sizes.rows
     if rows == 0:
         return
     exact = problem.b_format == "nvfp4" and (problem.quantizes or isinstance(a, NVFP4Tensor))
@@ -66,25 +62,25 @@ def run_grouped(name: str, codes: bool, problem: GroupedProblem, call: GroupedCa
     direct = factors is not _PER_ROW and _is_direct(call.out, exact, codes, problem)
     scale = call.a_scale
     needs_rows = codes or not direct or (scale is not None and scale.ndim == 1)
-    place = _locate(on_host, ends, rows, device, codes) if needs_rows else None
-    x = _grouped_rows(problem, a, rows, codes, scale, place)
+    place = _locate(sizes, codes) if needs_rows else None
+    x = _grouped_rows(problem, a, sizes, codes, scale, place)
     values = x.values if isinstance(x, Rows) else x
     row_scales = x.scales if isinstance(x, Rows) else None
-    if row_scales is not None and place is not None:
-        _clear(row_scales, place.ends, problem.k)
+    if row_scales is not None:
+        _clear(row_scales, sizes.device, rows, problem.k)
     if direct:
         out = call.out[:rows]
         alpha = factors if isinstance(factors, torch.Tensor) else None
     else:
         out, alpha = sums_like(rows, problem.n, device), None
     product = product_of(call.b, x, out.dtype)
-    multiply(product, ends, call.b, values, out, row_scales=row_scales, alpha=alpha)
+    multiply(product, sizes, call.b, values, out, row_scales=row_scales, alpha=alpha)
     if not direct:
         assert place is not None
         a_global = x.global_scale if isinstance(x, Rows) else None
         alpha = call.alpha.unsqueeze(1) if call.alpha is not None else None
         finish = finish_of(call.b, a_global=a_global, alpha=alpha, bias=call.bias)
-        finish_rows(out, finish, place.expert, call.out)
+        finish_rows(out, finish, place.expert, call.out, sizes.count)
 
 
 _PER_ROW = object()
@@ -127,35 +123,32 @@ def _is_direct(out: torch.Tensor, exact: bool, codes: bool, problem: GroupedProb
 
 
 class _Place(NamedTuple):
-    ends: torch.Tensor
-    """(E,) int32 on the device."""
     expert: torch.Tensor
     """(rows,) int32."""
     tiles: Places | None
 
 
-def _locate(
-    on_host: HostEnds, ends: torch.Tensor, rows: int, device: torch.device, codes: bool
-) -> _Place:
-    on_device = device_ends(on_host, ends, device)
-    memory = torch.empty(2 if codes else 1, rows, dtype=torch.int32, device=device)
+def _locate(sizes: Sizes, codes: bool) -> _Place:
+    ends, rows = sizes.device, sizes.rows
+    memory = torch.empty(2 if codes else 1, rows, dtype=torch.int32, device=ends.device)
     _C.cuda_locate_rows(
-        ends=address(on_device),
+        ends=address(ends),
         experts=len(ends),
         rows=rows,
         row_expert=address(memory[0]),
         scale_row=address(memory[1] if codes else None),
-        **cuda_launch(device),
+        **cuda_launch(ends.device),
     )
     tiles = Places(memory[1], _C.packed_tiles(rows, len(ends))) if codes else None
-    return _Place(on_device, memory[0], tiles)
+    return _Place(memory[0], tiles)
 
 
-def _clear(scales: torch.Tensor, ends: torch.Tensor, k: int) -> None:
+def _clear(scales: torch.Tensor, ends: torch.Tensor, rows: int, k: int) -> None:
     """Zero the rows of padding of an operand's scale tiles."""
     _C.cuda_clear_tiles(
         ends=address(ends),
         experts=len(ends),
+        rows=rows,
         padded_blocks=-(-k // 64) * 4,
         scales=address(scales),
         **cuda_launch(scales.device),
@@ -165,12 +158,13 @@ def _clear(scales: torch.Tensor, ends: torch.Tensor, k: int) -> None:
 def _grouped_rows(
     problem: GroupedProblem,
     a: Operand,
-    rows: int,
+    sizes: Sizes,
     codes: bool,
     scale: torch.Tensor | None,
     place: _Place | None,
 ) -> Rows | torch.Tensor:
-    """The first `rows` activations as the product takes them."""
+    """The activations that are used, as the product takes them."""
+    rows = sizes.rows
     if isinstance(a, torch.Tensor) and not problem.quantizes:
         return usable_rows(a[:rows])
     index = place.expert if place is not None and scale is not None and scale.ndim else None
@@ -183,6 +177,7 @@ def _grouped_rows(
         form=_C.RowForm.CODES if codes else _C.RowForm.PLAIN,
         given=scale,
         index=index,
+        count=address(sizes.count),
         places=place.tiles if place is not None else None,
     )
 
@@ -196,17 +191,13 @@ class Stages(NamedTuple):
     z: torch.Tensor
 
 
-def run_moe(name: str, codes: bool, problem: MoEProblem, call: MoECall) -> None:
+def run_moe(codes: bool, problem: MoEProblem, call: MoECall) -> None:
     """Write ``call.out``."""
-    if call.hidden.shape[0]:
-        refuse_capture(name)
     for part in passes(problem, call):
-        run_block(name, codes, problem, part)
+        run_block(codes, problem, part)
 
 
-def run_block(
-    name: str, codes: bool, problem: MoEProblem, call: MoECall, trace: bool = False
-) -> Stages:
+def run_block(codes: bool, problem: MoEProblem, call: MoECall, trace: bool = False) -> Stages:
     """The block, stage by stage, as numerics.md section 5 has it."""
     tokens, hidden = call.hidden.shape
     device = call.hidden.device
@@ -218,7 +209,7 @@ def run_block(
     routes = route(problem, call)
     if tokens == 0:
         return Stages(x, routes, h, z)
-    on_host = host_ends(routes.ends, slots, name)
+    sizes = Sizes(routes.ends, slots, device)
     if call.router_weight_on_input:
         x = scale_rows(x, call.topk_weights)
     places = _places(routes, slots) if codes else None
@@ -233,8 +224,8 @@ def run_block(
         count=address(routes.rows),
         places=places,
     )
-    ends = on_host.wait()
-    _product(call.w13, a1, routes, ends, h)
+    sizes.wait()
+    _product(call.w13, a1, routes, sizes, h)
     finish = finish_of(
         call.w13,
         a_global=a1.global_scale,
@@ -247,7 +238,7 @@ def run_block(
         a2 = activate(problem, call, h, routes, form=form, places=places)
     else:
         a2 = activate(problem, call, h, routes, form=form, places=places, finish=finish)
-    _product(call.w2, a2, routes, ends, z)
+    _product(call.w2, a2, routes, sizes, z)
     finish = finish_of(call.w2, a_global=a2.global_scale, bias=call.w2_bias)
     if trace:
         finish_rows(z, finish, routes.expert, z, routes.rows)
@@ -270,10 +261,8 @@ def _places(routes: Routes, slots: int) -> Places:
     return Places(row, _C.packed_tiles(slots, len(routes.ends)))
 
 
-def _product(
-    weights: Operand, rows: Rows, routes: Routes, ends: torch.Tensor, out: torch.Tensor
-) -> None:
+def _product(weights: Operand, rows: Rows, routes: Routes, sizes: Sizes, out: torch.Tensor) -> None:
     if rows.scales is not None:
-        _clear(rows.scales, routes.ends, weights.shape[2])
+        _clear(rows.scales, routes.ends, rows.values.shape[0], weights.shape[2])
     product = product_of(weights, rows, out.dtype)
-    multiply(product, ends, weights, rows.values, out, row_scales=rows.scales)
+    multiply(product, sizes, weights, rows.values, out, row_scales=rows.scales)
