@@ -13,9 +13,34 @@ from test_fused_moe import on_gpu
 from test_moe import make
 
 import fp4lt
+from fp4lt.backends import looped
+from fp4lt.errors import UnsupportedError
 from fp4lt.testing import bounds, cases
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def conditional(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conditional nodes switched on."""
+    monkeypatch.setenv(looped.CONDITIONAL_GRAPHS, "1")
+
+
+def test_device_offsets_in_a_capture_are_refused_and_the_capture_lives() -> None:
+    x = torch.ones(4, 32, dtype=torch.bfloat16, device="cuda")
+    w = torch.ones(2, 16, 32, dtype=torch.bfloat16, device="cuda")
+    offs, host = torch.tensor([1, 4], device="cuda"), torch.tensor([1, 4])
+    out = torch.zeros(4, 16, dtype=torch.bfloat16, device="cuda")
+    case = on_gpu(make("dense"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(UnsupportedError, match=r"on the device.*backend='fused'.*host memory"):
+            fp4lt.grouped_mm(x, w.mT, offs=offs, backend="dequant")
+        with pytest.raises(UnsupportedError, match="on the device"):
+            case.run(backend="dequant")
+        fp4lt.grouped_mm(x, w.mT, offs=host, out=out, backend="dequant")
+    graph.replay()
+    assert bool((out == 32).all())
 
 
 @pytest.mark.parametrize("kind", ["w4a4-bf16", "w4a16-bf16"])
@@ -68,6 +93,7 @@ def ends_of(name: str, experts: int, rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["w4a4-bf16", "w4a16-fp16", "dense"])
 @pytest.mark.parametrize(("experts", "rows"), [(1, 5), (7, 40), (40, 300)])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.usefixtures("conditional")
 def test_device_offsets_in_a_capture(
     kind: str, experts: int, rows: int, out_dtype: torch.dtype
 ) -> None:
@@ -106,6 +132,7 @@ def test_device_offsets_in_a_capture(
 
 
 @pytest.mark.parametrize("sentence", ["", "w4a16 biases", "dense", "fp32 static_each split"])
+@pytest.mark.usefixtures("conditional")
 def test_the_block_in_a_capture(sentence: str) -> None:
     case = on_gpu(make(f"{sentence} T33 E24 k2 H528 I272"))
     other = make(f"{sentence} T33 E24 k2 H528 I272", seed=5)
@@ -129,6 +156,7 @@ def test_the_block_in_a_capture(sentence: str) -> None:
         bounds.assert_bitwise(out.cpu(), static.run(backend="dequant").cpu())
 
 
+@pytest.mark.usefixtures("conditional")
 def test_wrong_device_offsets_in_a_capture_are_cut() -> None:
     rng = cases.generator(29)
     w = cases.exact_matrix(rng, (4, 64, 96)).cuda()

@@ -123,7 +123,9 @@ Algorithm LoopedGemm::choose(Table& table, Matmul& matmul, int64_t rows, bool ca
   }
   matmul.set_rows(rows);
   const auto checked = check_algorithm(*library_, handle_, matmul, *proposal);
-  return table.by_rows.emplace(rows, checked ? *checked : find(matmul, rows, capturing))
+  // One that was kept in a file has passed no filter of this process.
+  const bool serves = checked && dropped(*checked, shape_.k, shape_.filters) == nullptr;
+  return table.by_rows.emplace(rows, serves ? *checked : find(matmul, rows, capturing))
       .first->second;
 }
 

@@ -53,11 +53,10 @@ struct LoopedCall {
   Stream stream;
 };
 
-// Rows up to which one algorithm is asked for: 16, 64, 256, then powers of two.  With few rows a
-// product costs what its weights do, so finer steps would only make graphs larger.
+// Rows up to which one algorithm is asked for: the next power of two.
 inline int64_t row_bucket(int64_t rows) {
-  int64_t bucket = 16;
-  while (bucket < rows) bucket *= bucket < 256 ? 4 : 2;
+  int64_t bucket = 1;
+  while (bucket < rows) bucket *= 2;
   return bucket;
 }
 

@@ -51,7 +51,9 @@ const float* zero_and_one(int) { refuse("zero_and_one"); }
 void finish_rows(int, const FinishArgs&, Stream) { refuse("finish_rows"); }
 void put_integers(int, const int64_t*, int64_t, int*, Stream) { refuse("put_integers"); }
 void locate_rows(int, const LocateArgs&, Stream) { refuse("locate_rows"); }
-void clear_tiles(int, const int*, int64_t, int64_t, int64_t, uint8_t*, Stream) { refuse("clear_tiles"); }
+void clear_tiles(int, const int*, int64_t, int64_t, int64_t, uint8_t*, Stream) {
+  refuse("clear_tiles");
+}
 void expand(int, const ExpandArgs&, Stream) { refuse("expand"); }
 
 void fused_gemm(int, const FusedGemmArgs&, Stream) { refuse("fused_gemm"); }

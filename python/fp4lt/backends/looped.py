@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the looped cuBLASLt backends share: one matmul per expert on a fan of streams.
 
-Offsets that are on the device are copied to the host, which waits for it; inside a graph capture,
-conditional nodes take their place.  docs/cublaslt.md has the data flow.
+Offsets that are on the device are copied to the host, which waits for it; inside a graph capture
+they are refused, or become conditional nodes where these are switched on.  docs/cublaslt.md has the
+data flow.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from fp4lt._interop import (
     threads,
 )
 from fp4lt.backends.cpu import GATE_ORDERS
-from fp4lt.errors import ArgumentError, Error, LayoutError
+from fp4lt.errors import ArgumentError, Error, LayoutError, UnsupportedError
 from fp4lt.problem import GroupedProblem, MoEProblem, Operand
 from fp4lt.tensor import NVFP4Tensor
 
 TEST_CAPABILITY: Final = "FP4LT_TEST_COMPUTE_CAPABILITY"
 """For tests only: the compute capability, such as "10.0", to take every device for.  With a
 stand-in for libcublasLt, it lets the FP4 path run where there are no FP4 tensor cores."""
+
+CONDITIONAL_GRAPHS: Final = "FP4LT_CONDITIONAL_GRAPHS"
+"""Set to 1 to capture sizes on the device as conditional nodes; refused otherwise."""
 
 STREAMS: Final = {_C.LoopedWeights.DENSE: 16, _C.LoopedWeights.CODES: 16}
 """Streams of a call; with expanded weights fewer, since each has a slice of them in L2."""
@@ -43,7 +47,7 @@ MAX_THREADS: Final = 8
 # Slots of a graph's chains together, where two of them are less.
 _GRAPH_BYTES = 1 << 30
 
-BUCKETS: Final = (16, 64, 256, *(1 << i for i in range(9, 21)))
+BUCKETS: Final = tuple(1 << i for i in range(21))
 """Rows of an expert up to which one algorithm is used."""
 
 _SIXTEEN_BIT_WORKSPACE = 4 << 20
@@ -93,6 +97,22 @@ def device_refusal(problem: GroupedProblem | MoEProblem, device: torch.device) -
     return None
 
 
+def refuse_capture() -> None:
+    """Raise where sizes on the device would need conditional nodes, unless these are switched on.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    if os.environ.get(CONDITIONAL_GRAPHS) != "1":
+        raise UnsupportedError(
+            "the number of rows of each expert is on the device, and inside a graph capture it "
+            "cannot be copied to the host: use backend='fused' for NVFP4 weights, pass grouped_mm "
+            f"its offs in host memory, or set {CONDITIONAL_GRAPHS}=1 for conditional graph nodes, "
+            "which are experimental"
+        )
+
+
 class Sizes:
     """How many rows each expert has: known to the host, or inside a capture to the device only.
 
@@ -114,7 +134,9 @@ class Sizes:
         self._coming: torch.Tensor | None = None
         if ends.device.type == "cpu":
             self.host, self.rows = ends, int(ends[-1])
-        elif not torch.cuda.is_current_stream_capturing():
+        elif torch.cuda.is_current_stream_capturing():
+            refuse_capture()
+        else:
             self._coming = torch.empty(ends.shape, dtype=ends.dtype, pin_memory=True)
             self._coming.copy_(ends, non_blocking=True)
 
