@@ -17,7 +17,7 @@ PIP := $(PY) -m pip install --quiet --constraint constraints.txt
 CXX_FILES := $(foreach folder,csrc tests,$(foreach end,h cpp cu cuh,'$(folder)/*.$(end)'))
 SOURCES := $(shell find csrc cmake python -name '*.[ch]*' -o -name '*.py' -o -name '*.pyi')
 
-.PHONY: test test-sglang test-vllm test-transformers bench peers lint format stubs gpu-test wheel clean install
+.PHONY: test test-sglang test-vllm test-transformers bench peers cublas lint format stubs gpu-test wheel clean install
 
 install: $(VENV)/.installed
 
@@ -27,6 +27,13 @@ $(VENV)/bin/python:
 # Rebuilt when a source changes; build/ keeps the objects, so only what changed is compiled.
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml CMakeLists.txt constraints.txt $(SOURCES)
 	$(PIP) '.[$(EXTRAS)]'
+	touch $@
+
+# A real libcublasLt, about 600 MB, for the tests that create its objects and read them back.
+cublas: $(VENV)/.cublas
+
+$(VENV)/.cublas: $(VENV)/bin/python
+	$(PIP) --no-deps 'nvidia-cublas-cu12>=12.8'
 	touch $@
 
 test: install

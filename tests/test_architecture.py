@@ -14,8 +14,9 @@ PACKAGE = ROOT / "python" / "fp4lt"
 
 # A module may import those of earlier lines, and those of its own folder.
 ORDER = [
-    ["errors", "formats"],
+    ["errors", "formats", "_algorithms"],
     ["_interop", "_library", "_build"],
+    ["_hazards"],
     ["layout"],
     ["codec"],
     ["tensor"],
@@ -30,6 +31,7 @@ ORDER = [
     ["checkpoint", "distributed"],
     ["integrations"],
     ["testing"],
+    ["tuning"],
     ["doctor"],
     ["__init__"],
     ["__main__"],
@@ -41,7 +43,8 @@ INCLUDES = {
     "core": {"core"},
     "cpu": {"core", "cpu"},
     "cuda": {"core", "cuda"},
-    "bindings": {"core", "cpu", "cuda", "bindings"},
+    "cublaslt": {"core", "cpu", "cuda", "cublaslt"},
+    "bindings": {"core", "cpu", "cuda", "cublaslt", "bindings"},
 }
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cublaslt_files import stub
 
 import fp4lt
 from fp4lt import _C, _library, backends, doctor
@@ -127,12 +127,7 @@ def test_no_library_is_fine(
 
 
 def test_named_library_is_opened_for_its_version(tmp_path: Path) -> None:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler on this machine")
-    code, library = tmp_path / "fake.c", tmp_path / "libcublasLt.so.13"
-    code.write_text("#include <stddef.h>\nsize_t cublasLtGetVersion(void) { return 130100; }\n")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, code], check=True)
+    library = stub(tmp_path, 130100)
     result = subprocess.run(
         [sys.executable, "-m", "fp4lt", "doctor", "--json"],
         capture_output=True,
@@ -185,11 +180,13 @@ def test_known_defects_of_the_library_on_this_device(
 ) -> None:
     with_cuda(monkeypatch)
     monkeypatch.setattr(_library, "find", lambda: _library.Candidate("/x.so", "a test"))
-    monkeypatch.setattr(_library, "read_version", lambda candidate: 130100)
+    opened = SimpleNamespace(path="/x.so", version=130100, absent=[])
+    monkeypatch.setattr(_library, "open_candidate", lambda candidate: opened)
     code, text = run_doctor(capsys)
     assert code == 0
     assert "libcublasLt 13.1.0 on cuda:0 (compute capability 10.0): wrong results when" in text
-    assert "install 12.8.5, 12.9.2, 13.1.1" in text
+    assert "at the same time: refused; install 12.8.5, 12.9.2, 13.1.1" in text
+    assert "wrong results from split-K algorithms at some K: such algorithms are not used" in text
 
 
 def test_device_that_cannot_be_asked(

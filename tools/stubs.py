@@ -24,7 +24,16 @@ def _plain_enums(text: str) -> str:
     """Enum classes with their values, in place of the annotations and dunders of the generator."""
     from fp4lt import _C
 
-    for name in ("Activation", "ActivationForm", "DType", "GateOrder", "GlobalScale"):
+    for name in (
+        "Activation",
+        "ActivationForm",
+        "CudaDataType",
+        "DType",
+        "GateOrder",
+        "GlobalScale",
+        "LoopedWeights",
+        "RowForm",
+    ):
         members = "".join(f"    {m.name} = {m.value}\n" for m in getattr(_C, name))
         pattern = rf"class {name}\(enum\.IntEnum\):\n(?:(?: .*)?\n)+?(?=\S)"
         text, count = re.subn(pattern, f"class {name}(enum.IntEnum):\n{members}\n", text)

@@ -25,5 +25,8 @@ void bind_gemm(py::module_& m);
 void bind_moe(py::module_& m);
 void bind_device(py::module_& m);
 void bind_cuda(py::module_& m);
+void bind_operands(py::module_& m);
+void bind_cublaslt(py::module_& m);
+void bind_looped(py::module_& m);
 
 }  // namespace fp4lt::bindings

@@ -84,17 +84,18 @@ void bind_fused(py::module_& m) {
       "cuda_prepare",
       [](const std::variant<Nvfp4View, DenseView>& x, bool quantize, int64_t rows, int64_t k,
          uintptr_t source, uintptr_t count, uintptr_t given, int64_t given_stride,
-         uintptr_t scale_index, uintptr_t global_out, uintptr_t out, int device, uintptr_t stream) {
+         uintptr_t scale_index, uintptr_t global_out, const cuda::OperandRows& out, int device,
+         uintptr_t stream) {
         cuda::prepare(device,
                       {x, quantize, rows, k, pointer<const int>(source), pointer<const int>(count),
                        pointer<const float>(given), given_stride, pointer<const int>(scale_index),
-                       pointer<float>(global_out), pointer<void>(out)},
+                       pointer<float>(global_out), out},
                       stream_of(stream));
       },
       py::kw_only(), py::arg("x"), py::arg("quantize"), py::arg("rows"), py::arg("k"),
       py::arg("source"), py::arg("count"), py::arg("given"), py::arg("given_stride"),
       py::arg("scale_index"), py::arg("global_out"), py::arg("out"), py::arg("device"),
-      py::arg("stream"), ReleaseGil(), "Activations to the fused kernel's operand.");
+      py::arg("stream"), ReleaseGil(), "Activations to an operand.");
   m.def(
       "cuda_plan_blocks",
       [](uintptr_t ends, bool ends_are_64_bit, int64_t experts, int64_t rows, int block_rows,
@@ -141,55 +142,57 @@ void bind_cuda_moe(py::module_& m) {
       "cuda_route",
       [](uintptr_t ids, bool ids_are_64_bit, int64_t tokens, int64_t top_k, int64_t expert_start,
          int64_t experts, int block_rows, uintptr_t row_count, uintptr_t row_token,
-         uintptr_t row_expert, uintptr_t slot_row, uintptr_t blocks, uintptr_t block_count,
-         int device, uintptr_t stream) {
-        cuda::route(
-            device,
-            {pointer<const void>(ids), ids_are_64_bit, tokens, top_k, expert_start, experts,
-             block_rows, pointer<int>(row_count), pointer<int>(row_token), pointer<int>(row_expert),
-             pointer<int>(slot_row), pointer<cuda::RowBlock>(blocks), pointer<int>(block_count)},
-            stream_of(stream));
+         uintptr_t row_expert, uintptr_t slot_row, uintptr_t ends, uintptr_t blocks,
+         uintptr_t block_count, int device, uintptr_t stream) {
+        cuda::route(device,
+                    {pointer<const void>(ids), ids_are_64_bit, tokens, top_k, expert_start, experts,
+                     block_rows, pointer<int>(row_count), pointer<int>(row_token),
+                     pointer<int>(row_expert), pointer<int>(slot_row), pointer<int>(ends),
+                     pointer<cuda::RowBlock>(blocks), pointer<int>(block_count)},
+                    stream_of(stream));
       },
       py::kw_only(), py::arg("ids"), py::arg("ids_are_64_bit"), py::arg("tokens"), py::arg("top_k"),
       py::arg("expert_start"), py::arg("experts"), py::arg("block_rows"), py::arg("row_count"),
-      py::arg("row_token"), py::arg("row_expert"), py::arg("slot_row"), py::arg("blocks"),
-      py::arg("block_count"), py::arg("device"), py::arg("stream"), ReleaseGil(),
+      py::arg("row_token"), py::arg("row_expert"), py::arg("slot_row"), py::arg("ends"),
+      py::arg("blocks"), py::arg("block_count"), py::arg("device"), py::arg("stream"), ReleaseGil(),
       "Sort the slots by local expert and make the work list.");
   m.def(
       "cuda_activate",
-      [](uintptr_t h, uintptr_t row_count, uintptr_t row_expert, int64_t rows, int64_t n,
-         GateOrder order, Activation kind, const ExpertParameter& alpha,
-         const ExpertParameter& beta, const std::optional<ExpertParameter>& limit,
-         cuda::ActivationForm form, DType type, uintptr_t given, int64_t given_stride,
-         uintptr_t global_out, uintptr_t out, int device, uintptr_t stream) {
+      [](uintptr_t h, int64_t h_row_stride, const cuda::Finish& finish, uintptr_t row_count,
+         uintptr_t row_expert, int64_t rows, int64_t n, GateOrder order, Activation kind,
+         const ExpertParameter& alpha, const ExpertParameter& beta,
+         const std::optional<ExpertParameter>& limit, cuda::ActivationForm form, DType type,
+         uintptr_t given, int64_t given_stride, uintptr_t global_out, const cuda::OperandRows& out,
+         int device, uintptr_t stream) {
         cuda::activate(
             device,
-            {pointer<const float>(h), pointer<const int>(row_count), pointer<const int>(row_expert),
-             rows, n, order, kind, alpha, beta, limit.value_or(ExpertParameter{}),
-             limit.has_value(), form, type, pointer<const float>(given), given_stride,
-             pointer<float>(global_out), pointer<void>(out)},
+            {pointer<const float>(h), h_row_stride, finish, pointer<const int>(row_count),
+             pointer<const int>(row_expert), rows, n, order, kind, alpha, beta,
+             limit.value_or(ExpertParameter{}), limit.has_value(), form, type,
+             pointer<const float>(given), given_stride, pointer<float>(global_out), out},
             stream_of(stream));
       },
-      py::kw_only(), py::arg("h"), py::arg("row_count"), py::arg("row_expert"), py::arg("rows"),
-      py::arg("n"), py::arg("order"), py::arg("kind"), py::arg("alpha"), py::arg("beta"),
-      py::arg("limit"), py::arg("form"), py::arg("type"), py::arg("given"), py::arg("given_stride"),
-      py::arg("global_out"), py::arg("out"), py::arg("device"), py::arg("stream"), ReleaseGil(),
+      py::kw_only(), py::arg("h"), py::arg("h_row_stride"), py::arg("finish"), py::arg("row_count"),
+      py::arg("row_expert"), py::arg("rows"), py::arg("n"), py::arg("order"), py::arg("kind"),
+      py::arg("alpha"), py::arg("beta"), py::arg("limit"), py::arg("form"), py::arg("type"),
+      py::arg("given"), py::arg("given_stride"), py::arg("global_out"), py::arg("out"),
+      py::arg("device"), py::arg("stream"), ReleaseGil(),
       "Gate and up to the second GEMM's input, in one of three forms.");
   m.def(
       "cuda_combine",
-      [](uintptr_t z, uintptr_t slot_row, uintptr_t weights, int64_t tokens, int64_t top_k,
-         int64_t hidden, uintptr_t out, DType out_type, int64_t out_row_stride, int device,
-         uintptr_t stream) {
-        cuda::combine(
-            device,
-            {pointer<const float>(z), pointer<const int>(slot_row), pointer<const float>(weights),
-             tokens, top_k, hidden, pointer<void>(out), out_type, out_row_stride},
-            stream_of(stream));
+      [](uintptr_t z, const cuda::Finish& finish, uintptr_t row_expert, uintptr_t slot_row,
+         uintptr_t weights, int64_t tokens, int64_t top_k, int64_t hidden, uintptr_t out,
+         DType out_type, int64_t out_row_stride, int device, uintptr_t stream) {
+        cuda::combine(device,
+                      {pointer<const float>(z), finish, pointer<const int>(row_expert),
+                       pointer<const int>(slot_row), pointer<const float>(weights), tokens, top_k,
+                       hidden, pointer<void>(out), out_type, out_row_stride},
+                      stream_of(stream));
       },
-      py::kw_only(), py::arg("z"), py::arg("slot_row"), py::arg("weights"), py::arg("tokens"),
-      py::arg("top_k"), py::arg("hidden"), py::arg("out"), py::arg("out_type"),
-      py::arg("out_row_stride"), py::arg("device"), py::arg("stream"), ReleaseGil(),
-      "Weighted sum of each token's rows, in slot order.");
+      py::kw_only(), py::arg("z"), py::arg("finish"), py::arg("row_expert"), py::arg("slot_row"),
+      py::arg("weights"), py::arg("tokens"), py::arg("top_k"), py::arg("hidden"), py::arg("out"),
+      py::arg("out_type"), py::arg("out_row_stride"), py::arg("device"), py::arg("stream"),
+      ReleaseGil(), "Weighted sum of each token's rows, in slot order.");
   m.def(
       "cuda_scale_rows",
       [](const DenseView& x, uintptr_t weights, int64_t rows, int64_t n, uintptr_t out, int device,
@@ -205,6 +208,7 @@ void bind_cuda_moe(py::module_& m) {
 }  // namespace
 
 void bind_cuda(py::module_& m) {
+  bind_operands(m);
   bind_cuda_codec(m);
   bind_fused(m);
   bind_cuda_moe(m);

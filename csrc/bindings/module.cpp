@@ -105,4 +105,5 @@ PYBIND11_MODULE(_C, m) {
   bind_moe(m);
   bind_device(m);
   bind_cuda(m);
+  bind_cublaslt(m);
 }

@@ -32,6 +32,18 @@ FP4LT_HD constexpr int64_t scale_offset(int64_t row, int64_t block, int64_t padd
   return tile * kTileBytes + (r % 32) * 16 + (r / 32) * 4 + block % kTileBlocks;
 }
 
+// In a packed activation each expert's rows begin a tile.  The tiles of expert e, whose rows begin
+// at `start`, come from here on: a place that needs no sum over the experts before, and that no
+// other expert reaches, since floor(a + b) >= floor(a) + floor(b).
+FP4LT_HD constexpr int64_t first_tile(int64_t start, int64_t expert) {
+  return start / kTileRows + expert;
+}
+
+// Rows of tiles of such an activation.
+FP4LT_HD constexpr int64_t packed_tiles(int64_t rows, int64_t experts) {
+  return rows / kTileRows + experts;
+}
+
 static_assert(scale_offset(0, 0, 4) == 0 && scale_offset(127, 3, 4) == kTileBytes - 1);
 static_assert(scale_offset(33, 1, 4) == 16 + 4 + 1);
 static_assert(scale_offset(128, 5, 8) == 3 * kTileBytes + 1);

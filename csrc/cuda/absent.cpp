@@ -4,6 +4,7 @@
 #include "cuda/device.h"
 #include "cuda/fused/gemm.h"
 #include "cuda/moe.h"
+#include "cuda/operand.h"
 #include "cuda/quantize.h"
 
 namespace fp4lt::cuda {
@@ -45,6 +46,15 @@ void combine(int, const CombineArgs&, Stream) { refuse("combine"); }
 void scale_rows(int, const DenseView&, const float*, int64_t, int64_t, void*, Stream) {
   refuse("scale_rows");
 }
+
+const float* zero_and_one(int) { refuse("zero_and_one"); }
+void finish_rows(int, const FinishArgs&, Stream) { refuse("finish_rows"); }
+void put_integers(int, const int64_t*, int64_t, int*, Stream) { refuse("put_integers"); }
+void locate_rows(int, const LocateArgs&, Stream) { refuse("locate_rows"); }
+void clear_tiles(int, const int*, int64_t, int64_t, int64_t, uint8_t*, Stream) {
+  refuse("clear_tiles");
+}
+void expand(int, const ExpandArgs&, Stream) { refuse("expand"); }
 
 void fused_gemm(int, const FusedGemmArgs&, Stream) { refuse("fused_gemm"); }
 

@@ -2,7 +2,7 @@
 #include "core/scale_layout.h"
 #include "cuda/launch.h"
 #include "cuda/moe.h"
-#include "cuda/rows.cuh"
+#include "cuda/operand.cuh"
 
 namespace fp4lt::cuda {
 namespace {
@@ -59,26 +59,28 @@ __device__ __forceinline__ float element(const ActivationArgs& a, const Paramete
 
 // u of the block's 16 elements from `first` on.
 __device__ __forceinline__ void block_of(const ActivationArgs& a, const Parameters& p,
-                                         const float* h, int64_t first, float (&u)[16]) {
+                                         const RowFactors& r, const float* h, int64_t first,
+                                         float (&u)[16]) {
   const int64_t width = a.order == GateOrder::kNone ? a.n : a.n / 2;
+  const auto value = [&](int kind, int64_t n) { return finish(r, kind, n, h[n]); };
   for (int i = 0; i < 16; ++i) {
     const int64_t at = first + i;
     float gate, up = 0.0f;
     switch (a.order) {
       case GateOrder::kGateUp:
-        gate = h[at];
-        up = h[width + at];
+        gate = value(0, at);
+        up = value(1, width + at);
         break;
       case GateOrder::kUpGate:
-        gate = h[width + at];
-        up = h[at];
+        gate = value(0, width + at);
+        up = value(1, at);
         break;
       case GateOrder::kInterleaved:
-        gate = h[2 * at];
-        up = h[2 * at + 1];
+        gate = value(0, 2 * at);
+        up = value(1, 2 * at + 1);
         break;
       default:
-        gate = h[at];
+        gate = value(0, at);
     }
     u[i] = element(a, p, gate, up);
   }
@@ -92,26 +94,25 @@ __global__ void __launch_bounds__(kThreads) activate_kernel(const ActivationArgs
   if (row >= *a.row_count) return;
   const int64_t width = a.order == GateOrder::kNone ? a.n : a.n / 2;
   const int64_t blocks = width / kBlock;
-  const int64_t padded_k = round_up(width, kPreparedK);
   const int expert = a.row_expert[row];
+  const RowFactors r = factors_of(a.finish, row, expert);
   Parameters p;
   p.alpha = parameter_of(a.alpha, expert);
   p.beta = parameter_of(a.beta, expert);
   p.limited = a.limited;
   p.limit = parameter_of(a.limit, expert);
   p.plain = a.kind == Activation::kSwish && p.alpha == 1.0f && p.beta == 0.0f;
-  const float* h = a.h + row * a.n;
+  const float* h = a.h + row * a.h_row_stride;
   float u[16];
 
   if (a.form == ActivationForm::kFloat) {
-    auto* out = static_cast<float*>(a.out) + row * width;
+    auto* out = static_cast<float*>(a.out.values) + row * width;
     for (int64_t b = threadIdx.x; b < blocks; b += kThreads) {
-      block_of(a, p, h, b * kBlock, u);
+      block_of(a, p, r, h, b * kBlock, u);
       for (int i = 0; i < 16; ++i) out[b * kBlock + i] = u[i];
     }
     return;
   }
-  auto* out = static_cast<uint16_t*>(a.out) + row * padded_k;
   float g = 1.0f;
   if (a.form == ActivationForm::kRounded) {
     if (a.given != nullptr) {
@@ -119,30 +120,30 @@ __global__ void __launch_bounds__(kThreads) activate_kernel(const ActivationArgs
     } else {
       float best = 0.0f;
       for (int64_t b = threadIdx.x; b < blocks; b += kThreads) {
-        block_of(a, p, h, b * kBlock, u);
+        block_of(a, p, r, h, b * kBlock, u);
         best = fmaxf(best, finite_amax(u));
       }
       g = derive_global(block_max(best, scratch));
     }
     if (threadIdx.x == 0) a.global_out[row] = g;
   }
-  for (int64_t b = threadIdx.x; b < padded_k / kBlock; b += kThreads) {
-    uint16_t half[16] = {};
+  for (int64_t b = threadIdx.x; b < blocks_of(a.out); b += kThreads) {
     if (b >= blocks) {
-      store_prepared(out + b * kBlock, half);
+      store_padding(a.out, row, b);
       continue;
     }
-    block_of(a, p, h, b * kBlock, u);
+    block_of(a, p, r, h, b * kBlock, u);
     if (a.form == ActivationForm::kRounded) {
       unsigned code[16];
       const uint8_t scale = quantize_block(u, g, code);
-      store_products(out + b * kBlock, code, scale);
+      store_nvfp4(a.out, row, b, code, scale);
     } else {
+      uint16_t half[16];
       for (int i = 0; i < 16; ++i) {
         half[i] = a.type == DType::kF16 ? __half_as_ushort(__float2half_rn(u[i]))
                                         : __bfloat16_as_ushort(__float2bfloat16_rn(u[i]));
       }
-      store_prepared(out + b * kBlock, half);
+      store_halves(a.out, row, b, half);
     }
   }
 }
@@ -176,7 +177,12 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const CombineArgs a) 
       const int row = rows[j];
       if (row < 0) continue;
       const float w = a.weights != nullptr ? a.weights[token * a.top_k + j] : 1.0f;
-      const float4 z = *reinterpret_cast<const float4*>(a.z + row * a.hidden + i);
+      float4 z = *reinterpret_cast<const float4*>(a.z + row * a.hidden + i);
+      if (a.row_expert != nullptr) {
+        const RowFactors r = factors_of(a.finish, row, a.row_expert[row]);
+        z = make_float4(finish(r, 0, i, z.x), finish(r, 0, i + 1, z.y), finish(r, 0, i + 2, z.z),
+                        finish(r, 0, i + 3, z.w));
+      }
       sum.x = __fadd_rn(sum.x, __fmul_rn(w, z.x));
       sum.y = __fadd_rn(sum.y, __fmul_rn(w, z.y));
       sum.z = __fadd_rn(sum.z, __fmul_rn(w, z.z));

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stands around the fused GEMMs on a CUDA device.  Sizes that depend on the routing live on
-// the device; every launch depends on shapes alone, so all of it can be captured.
+// What stands around the GEMMs of a MoE block on a CUDA device.  Sizes that depend on the routing
+// live on the device; every launch depends on shapes alone, so all of it can be captured.
 #pragma once
 
 #include "core/problem.h"
 #include "core/views.h"
 #include "cuda/fused/gemm.h"
+#include "cuda/operand.h"
 
 namespace fp4lt::cuda {
 
@@ -17,11 +18,12 @@ struct RouteArgs {
   bool ids_are_64_bit;
   int64_t tokens, top_k, expert_start, experts;
   int block_rows;
-  int* row_count;   // rows routed, M
-  int* row_token;   // first M: the token of each row
-  int* row_expert;  // first M: its local expert
-  int* slot_row;    // (T, k): the row of each slot, or -1
-  RowBlock* blocks;
+  int* row_count;    // rows routed, M
+  int* row_token;    // first M: the token of each row
+  int* row_expert;   // first M: its local expert
+  int* slot_row;     // (T, k): the row of each slot, or -1
+  int* ends;         // (experts,): end offset of each expert's rows; may be null
+  RowBlock* blocks;  // may be null: no work list
   int* block_count;
 };
 void route(int device, const RouteArgs& args, Stream stream);
@@ -34,11 +36,13 @@ void plan_blocks(int device, const void* ends, bool ends_are_64_bit, int64_t exp
 // u = act(gate) * (up + beta) of the CPU's ActivationArgs, into one of three forms.
 enum class ActivationForm : int {
   kFloat = 0,    // (rows, I) fp32
-  kHalf = 1,     // rounded to `type`, prepared for the fused kernel
-  kRounded = 2,  // rounded to NVFP4, products prepared; global scales to `global_out`
+  kHalf = 1,     // rounded to `type`
+  kRounded = 2,  // rounded to NVFP4; global scales to `global_out`
 };
 struct ActivationArgs {
   const float* h;  // (rows, n)
+  int64_t h_row_stride;
+  Finish finish;  // of h
   const int* row_count;
   const int* row_expert;
   int64_t rows, n;  // rows: the most there can be
@@ -51,14 +55,16 @@ struct ActivationArgs {
   const float* given;  // of kRounded: static global scale by expert, null derives one per row
   int64_t given_stride;
   float* global_out;
-  void* out;
+  OperandRows out;  // of kFloat, `values` are fp32 and contiguous
 };
 void activate(int device, const ActivationArgs& args, Stream stream);
 
 // y[t] = sum over j of weights[t, j] * z[slot_row[t, j]], in the order of j, product and sum
-// rounded one by one; weights null means 1.
+// rounded one by one; weights null means 1.  row_expert is needed where z is to be finished.
 struct CombineArgs {
-  const float* z;
+  const float* z;  // contiguous
+  Finish finish;   // of z
+  const int* row_expert;
   const int* slot_row;
   const float* weights;
   int64_t tokens, top_k, hidden;

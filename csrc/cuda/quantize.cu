@@ -3,8 +3,8 @@
 
 #include "core/scale_layout.h"
 #include "cuda/launch.h"
+#include "cuda/operand.cuh"
 #include "cuda/quantize.h"
-#include "cuda/rows.cuh"
 
 namespace fp4lt::cuda {
 namespace {
@@ -111,12 +111,12 @@ __global__ void retile_kernel(const uint8_t* from, uint8_t* to, int64_t rows, in
 struct PrepareKernelArgs {
   Nvfp4View nvfp4;
   DenseView dense;
-  int64_t k, padded_k;
+  int64_t k;
   const int *source, *count, *scale_index;
   const float* given;
   int64_t given_stride;
   float* global_out;
-  uint16_t* out;
+  OperandRows out;
 };
 
 enum class Source { kCopy, kRound, kNvfp4 };
@@ -129,8 +129,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const PrepareKernelAr
   const int row = blockIdx.x;
   if (a.count != nullptr && row >= *a.count) return;
   const int64_t from = a.source != nullptr ? a.source[row] : row;
-  const int64_t blocks = a.k / kBlock, all = a.padded_k / kBlock;
-  uint16_t* out = a.out + row * a.padded_k;
+  const int64_t blocks = a.k / kBlock, all = blocks_of(a.out);
   float v[16];
   float g = 1.0f;
   if constexpr (S == Source::kRound) {
@@ -148,15 +147,14 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const PrepareKernelAr
   }
   for (int64_t b = threadIdx.x; b < all; b += kThreads) {
     if (b >= blocks) {
-      const uint16_t zeros[16] = {};
-      store_prepared(out + b * kBlock, zeros);
+      store_padding(a.out, row, b);
       continue;
     }
     if constexpr (S == Source::kCopy) {
       const auto* x = static_cast<const uint16_t*>(a.dense.data) + from * a.dense.row_stride;
       uint16_t h[16];
       for (int i = 0; i < 16; ++i) h[i] = x[b * kBlock + i];
-      store_prepared(out + b * kBlock, h);
+      store_halves(a.out, row, b, h);
     } else {
       unsigned code[16];
       uint8_t scale;
@@ -168,7 +166,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const PrepareKernelAr
         const uint8_t* codes = a.nvfp4.codes + from * (a.k / 2) + b * (kBlock / 2);
         for (int i = 0; i < 16; ++i) code[i] = codes[i / 2] >> (i % 2 * 4) & 15u;
       }
-      store_products(out + b * kBlock, code, scale);
+      store_nvfp4(a.out, row, b, code, scale);
     }
   }
 }
@@ -234,18 +232,18 @@ void prepare(int device, const PrepareArgs& p, Stream stream) {
   const DeviceGuard guard(device);
   PrepareKernelArgs a{};
   a.k = p.k;
-  a.padded_k = round_up(p.k, kPreparedK);
   a.source = p.source;
   a.count = p.count;
   a.scale_index = p.scale_index;
   a.given = p.given;
   a.given_stride = p.given_stride;
   a.global_out = p.global_out;
-  a.out = static_cast<uint16_t*>(p.out);
+  a.out = p.out;
   auto kernel = prepare_kernel<Source::kNvfp4>;
   if (const auto* dense = std::get_if<DenseView>(&p.x)) {
     a.dense = *dense;
-    FP4LT_CHECK(p.quantize || dense->type != DType::kF32, "prepare: fp32 needs rounding");
+    FP4LT_CHECK(p.quantize || (dense->type != DType::kF32 && p.out.form != RowForm::kCodes),
+                "prepare: fp32, and codes, need rounding");
     kernel = p.quantize ? prepare_kernel<Source::kRound> : prepare_kernel<Source::kCopy>;
   } else {
     a.nvfp4 = std::get<Nvfp4View>(p.x);

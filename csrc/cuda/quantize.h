@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The codec over whole tensors on a CUDA device: the same interface and the same bytes as the CPU's
-// (cpu/quantize.h), and the fused kernel's operand from activations.
+// (cpu/quantize.h), and operands from activations.
 #pragma once
 
 #include <variant>
 
 #include "core/problem.h"
 #include "core/views.h"
-#include "cuda/stream.h"
+#include "cuda/operand.h"
 
 namespace fp4lt::cuda {
 
@@ -37,10 +37,10 @@ void tile_scales(int device, const uint8_t* linear, int64_t experts, int64_t row
 void untile_scales(int device, const uint8_t* tiled, int64_t experts, int64_t rows, int64_t blocks,
                    uint8_t* linear, Stream stream);
 
-// Activations to the fused kernel's operand (fused/gemm.h), row by row:
-//   a dense 16-bit x, `quantize` false:  its values
-//   a dense x, `quantize` true:          the products of its NVFP4 rounding, bf16
-//   an NVFP4 x:                          its products, bf16
+// Activations to an operand, row by row:
+//   a dense 16-bit x, `quantize` false:  its values (not as codes)
+//   a dense x, `quantize` true:          its NVFP4 rounding, as bf16 products or as codes
+//   an NVFP4 x:                          the same of what it is
 // Row i of the result is row source[i] of x, or i.  With `quantize`, its global scale is
 // given[scale_index[i] * given_stride] (index 0 without scale_index), or derived when `given` is
 // null; it is written to global_out[i].  With `count`, rows from *count on are left alone.
@@ -54,7 +54,7 @@ struct PrepareArgs {
   int64_t given_stride;
   const int* scale_index;
   float* global_out;
-  void* out;
+  OperandRows out;
 };
 void prepare(int device, const PrepareArgs& args, Stream stream);
 

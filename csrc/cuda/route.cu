@@ -86,11 +86,14 @@ __global__ void __launch_bounds__(kThreads) route_kernel(const RouteArgs a) {
   scan_experts(totals, starts, rows, storage);
   for (int i = 0; i < kPerThread; ++i) {
     const int expert = threadIdx.x * kPerThread + i;
+    if (a.ends != nullptr && expert < experts) a.ends[expert] = starts[i] + totals[i];
     for (int w = 0; expert < experts && w < kWarpsPerBlock; ++w) {
       counts[w * experts + expert] += starts[i];
     }
   }
-  write_blocks(totals, starts, a.experts, a.block_rows, a.blocks, a.block_count, storage);
+  if (a.blocks != nullptr) {
+    write_blocks(totals, starts, a.experts, a.block_rows, a.blocks, a.block_count, storage);
+  }
   if (threadIdx.x == 0) *a.row_count = rows;
   __syncthreads();
 

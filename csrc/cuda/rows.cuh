@@ -90,17 +90,6 @@ __device__ __forceinline__ void store_prepared(uint16_t* to, const uint16_t (&h)
   out[1] = make_uint4(word[4], word[5], word[6], word[7]);
 }
 
-// The products code * scale of one block in bf16, where all of them are exact.
-__device__ __forceinline__ void store_products(uint16_t* to, const unsigned (&code)[16],
-                                               uint8_t scale) {
-  const float s = decode_e4m3(scale);
-  uint16_t h[16];
-  for (int i = 0; i < 16; ++i) {
-    h[i] = __bfloat16_as_ushort(__float2bfloat16_rn(decode_e2m1(code[i]) * s));
-  }
-  store_prepared(to, h);
-}
-
 __device__ __forceinline__ uint64_t pack_codes(const unsigned (&code)[16]) {
   uint64_t packed = 0;
   for (int i = 0; i < 16; ++i) packed |= static_cast<uint64_t>(code[i]) << (4 * i);

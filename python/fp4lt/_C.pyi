@@ -11,6 +11,7 @@ __all__: list[str] = [
     "BLOCK",
     "CHAIN_BLOCKS",
     "MAX_EXPERTS",
+    "MAX_STREAMS",
     "PREPARED_K",
     "RANGE",
     "ROW_BLOCK_BYTES",
@@ -18,28 +19,45 @@ __all__: list[str] = [
     "TILE_ROWS",
     "Activation",
     "ActivationForm",
+    "AlgorithmFilters",
+    "CublasLt",
+    "CudaDataType",
     "DType",
     "DenseView",
     "DeviceInfo",
     "ExpertParameter",
+    "Finish",
     "GateOrder",
     "GlobalScale",
+    "LoopedAlgorithm",
+    "LoopedGemm",
+    "LoopedWeights",
+    "MatmulDescription",
     "Nvfp4View",
+    "OperandRows",
+    "RowForm",
     "activate",
     "combine",
     "compiler",
     "cpu_kernels",
+    "cublaslt_dropped",
+    "cublaslt_read_back",
     "cuda_activate",
     "cuda_architectures",
     "cuda_built_with",
+    "cuda_clear_tiles",
     "cuda_combine",
     "cuda_dequantize",
     "cuda_device_count",
     "cuda_device_info",
     "cuda_driver",
+    "cuda_expand",
+    "cuda_finish_rows",
     "cuda_fused_gemm",
+    "cuda_locate_rows",
     "cuda_plan_blocks",
     "cuda_prepare",
+    "cuda_put_integers",
     "cuda_quantize",
     "cuda_read_memory",
     "cuda_route",
@@ -51,10 +69,12 @@ __all__: list[str] = [
     "fused_depth",
     "grouped_gemm",
     "max_row_blocks",
+    "packed_tiles",
     "pool_size",
     "quantize",
     "route",
     "row_block_size",
+    "row_bucket",
     "scale_offset",
     "scale_rows",
     "select_cpu_kernels",
@@ -144,10 +164,230 @@ class DeviceInfo:
     @property
     def shared_bytes(self) -> int: ...
 
+class RowForm(enum.IntEnum):
+    PREPARED = 0
+    PLAIN = 1
+    CODES = 2
+
+class OperandRows:
+    """
+    Where the rows of an operand go.
+    """
+    def __init__(
+        self,
+        *,
+        form: RowForm,
+        values: typing.SupportsInt | typing.SupportsIndex,
+        width: typing.SupportsInt | typing.SupportsIndex,
+        scales: typing.SupportsInt | typing.SupportsIndex,
+        scale_row: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+
+class Finish:
+    """
+    Factors and biases that turn sums into results.
+    """
+    def __init__(
+        self,
+        *,
+        a_global: typing.SupportsInt | typing.SupportsIndex = 0,
+        row_index: typing.SupportsInt | typing.SupportsIndex = 0,
+        b_global: typing.SupportsInt | typing.SupportsIndex = 0,
+        b_stride: typing.SupportsInt | typing.SupportsIndex = 0,
+        alpha: typing.SupportsInt | typing.SupportsIndex = 0,
+        alpha_expert_stride: typing.SupportsInt | typing.SupportsIndex = 0,
+        order: GateOrder,
+        bias: typing.SupportsInt | typing.SupportsIndex = 0,
+        bias_expert_stride: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> None: ...
+
 class ActivationForm(enum.IntEnum):
     FLOAT = 0
     HALF = 1
     ROUNDED = 2
+
+class CublasLt:
+    """
+    An opened libcublasLt.
+    """
+    def __init__(self, path: str) -> None:
+        """
+        Open the file, for good.
+        """
+    def check(self, status: typing.SupportsInt | typing.SupportsIndex, call: str) -> None:
+        """
+        Raise LibraryError unless the status is 0.
+        """
+    @property
+    def absent(self) -> list[str]:
+        """
+        Newer functions that it does not have.
+        """
+    @property
+    def path(self) -> str:
+        """
+        Where the loader found it.
+        """
+    @property
+    def version(self) -> int:
+        """
+        major * 10000 + minor * 100 + patch.
+        """
+
+class CudaDataType(enum.IntEnum):
+    R_32F = 0
+    R_16F = 2
+    R_16BF = 14
+    R_4F_E2M1 = 33
+
+class MatmulDescription:
+    """
+    D[m, n] = A^T B, column-major; see csrc/cublaslt/matmul.h.
+    """
+    def __init__(
+        self,
+        *,
+        operand: CudaDataType,
+        out: CudaDataType,
+        m: typing.SupportsInt | typing.SupportsIndex,
+        n: typing.SupportsInt | typing.SupportsIndex,
+        k: typing.SupportsInt | typing.SupportsIndex,
+        lda: typing.SupportsInt | typing.SupportsIndex,
+        ldb: typing.SupportsInt | typing.SupportsIndex,
+        ldd: typing.SupportsInt | typing.SupportsIndex,
+        alignment: typing.SupportsInt | typing.SupportsIndex,
+        workspace_bytes: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def __str__(self) -> str: ...
+
+class AlgorithmFilters:
+    """
+    Defects that concern single algorithms.
+    """
+    def __init__(
+        self, *, drop_768_auto: bool, drop_uneven_split_k: bool, no_query_in_capture: bool
+    ) -> None: ...
+    @property
+    def drop_768_auto(self) -> bool: ...
+    @property
+    def drop_uneven_split_k(self) -> bool: ...
+    @property
+    def no_query_in_capture(self) -> bool: ...
+
+class LoopedWeights(enum.IntEnum):
+    DENSE = 0
+    EXPANDED = 1
+    CODES = 2
+
+class LoopedAlgorithm:
+    """
+    An algorithm that the library proposes.
+    """
+    def __str__(self) -> str: ...
+    @property
+    def data(self) -> bytes:
+        """
+        64 bytes, good for the same version of the library.
+        """
+    @property
+    def id(self) -> int: ...
+    @property
+    def splits(self) -> int: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def tile(self) -> int: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+
+class LoopedGemm:
+    """
+    One shape on one device; see csrc/cublaslt/looped.h.
+    """
+    def __init__(
+        self,
+        *,
+        library: CublasLt,
+        device: typing.SupportsInt | typing.SupportsIndex,
+        n: typing.SupportsInt | typing.SupportsIndex,
+        k: typing.SupportsInt | typing.SupportsIndex,
+        weights: LoopedWeights,
+        type: DType,
+        out: DType,
+        slice: typing.SupportsInt | typing.SupportsIndex,
+        library_workspace: typing.SupportsInt | typing.SupportsIndex,
+        filters: AlgorithmFilters,
+    ) -> None: ...
+    def add_to_graph(
+        self,
+        *,
+        ends: typing.SupportsInt | typing.SupportsIndex,
+        experts: typing.SupportsInt | typing.SupportsIndex,
+        row_count: typing.SupportsInt | typing.SupportsIndex,
+        weights: Nvfp4View | DenseView,
+        rows: typing.SupportsInt | typing.SupportsIndex,
+        row_stride: typing.SupportsInt | typing.SupportsIndex,
+        row_scales: typing.SupportsInt | typing.SupportsIndex,
+        alpha: typing.SupportsInt | typing.SupportsIndex,
+        alpha_stride: typing.SupportsInt | typing.SupportsIndex,
+        out: typing.SupportsInt | typing.SupportsIndex,
+        out_row_stride: typing.SupportsInt | typing.SupportsIndex,
+        workspace: typing.SupportsInt | typing.SupportsIndex,
+        streams: typing.SupportsInt | typing.SupportsIndex,
+        stream: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None:
+        """
+        Add the products to the graph that the stream is capturing.
+        """
+    def candidates(
+        self,
+        *,
+        weights: Nvfp4View | DenseView,
+        rows: typing.SupportsInt | typing.SupportsIndex,
+        row_stride: typing.SupportsInt | typing.SupportsIndex,
+        row_scales: typing.SupportsInt | typing.SupportsIndex,
+        out: typing.SupportsInt | typing.SupportsIndex,
+        out_row_stride: typing.SupportsInt | typing.SupportsIndex,
+        row_count: typing.SupportsInt | typing.SupportsIndex,
+        count: typing.SupportsInt | typing.SupportsIndex,
+    ) -> list[LoopedAlgorithm]:
+        """
+        The library's proposals for a number of rows.
+        """
+    def graph_bytes(self, rows: typing.SupportsInt | typing.SupportsIndex) -> int:
+        """
+        Bytes of workspace per stream of add_to_graph().
+        """
+    def pin(self, bucket: typing.SupportsInt | typing.SupportsIndex, data: bytes) -> None:
+        """
+        Use this algorithm for a bucket of rows.
+        """
+    def run(
+        self,
+        *,
+        ends: typing.SupportsInt | typing.SupportsIndex,
+        experts: typing.SupportsInt | typing.SupportsIndex,
+        weights: Nvfp4View | DenseView,
+        rows: typing.SupportsInt | typing.SupportsIndex,
+        row_stride: typing.SupportsInt | typing.SupportsIndex,
+        row_scales: typing.SupportsInt | typing.SupportsIndex,
+        alpha: typing.SupportsInt | typing.SupportsIndex,
+        alpha_stride: typing.SupportsInt | typing.SupportsIndex,
+        out: typing.SupportsInt | typing.SupportsIndex,
+        out_row_stride: typing.SupportsInt | typing.SupportsIndex,
+        workspace: typing.SupportsInt | typing.SupportsIndex,
+        streams: typing.SupportsInt | typing.SupportsIndex,
+        threads: typing.SupportsInt | typing.SupportsIndex,
+        stream: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None:
+        """
+        Enqueue one product per expert.
+        """
+    @property
+    def stream_bytes(self) -> int:
+        """
+        Bytes of workspace per stream.
+        """
 
 def activate(
     *,
@@ -195,9 +435,34 @@ def cpu_kernels() -> list[str]:
     Names of the CPU kernel tables that this processor runs, the best one last.
     """
 
+def cublaslt_dropped(
+    *,
+    id: typing.SupportsInt | typing.SupportsIndex,
+    splits: typing.SupportsInt | typing.SupportsIndex,
+    stages: typing.SupportsInt | typing.SupportsIndex,
+    k: typing.SupportsInt | typing.SupportsIndex,
+    filters: AlgorithmFilters,
+) -> str | None:
+    """
+    Why an algorithm is not used, or None.
+    """
+
+def cublaslt_read_back(
+    library: CublasLt,
+    description: MatmulDescription,
+    *,
+    a_scales: typing.SupportsInt | typing.SupportsIndex,
+    b_scales: typing.SupportsInt | typing.SupportsIndex,
+) -> dict[str, int]:
+    """
+    What the library gives back of the objects made for a description.
+    """
+
 def cuda_activate(
     *,
     h: typing.SupportsInt | typing.SupportsIndex,
+    h_row_stride: typing.SupportsInt | typing.SupportsIndex,
+    finish: Finish,
     row_count: typing.SupportsInt | typing.SupportsIndex,
     row_expert: typing.SupportsInt | typing.SupportsIndex,
     rows: typing.SupportsInt | typing.SupportsIndex,
@@ -212,7 +477,7 @@ def cuda_activate(
     given: typing.SupportsInt | typing.SupportsIndex,
     given_stride: typing.SupportsInt | typing.SupportsIndex,
     global_out: typing.SupportsInt | typing.SupportsIndex,
-    out: typing.SupportsInt | typing.SupportsIndex,
+    out: OperandRows,
     device: typing.SupportsInt | typing.SupportsIndex,
     stream: typing.SupportsInt | typing.SupportsIndex,
 ) -> None:
@@ -230,9 +495,25 @@ def cuda_built_with() -> str:
     Version of the CUDA toolkit that compiled the device code; empty in a CPU-only build.
     """
 
+def cuda_clear_tiles(
+    *,
+    ends: typing.SupportsInt | typing.SupportsIndex,
+    experts: typing.SupportsInt | typing.SupportsIndex,
+    rows: typing.SupportsInt | typing.SupportsIndex,
+    padded_blocks: typing.SupportsInt | typing.SupportsIndex,
+    scales: typing.SupportsInt | typing.SupportsIndex,
+    device: typing.SupportsInt | typing.SupportsIndex,
+    stream: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    Zeros for the rows of padding of scale tiles.
+    """
+
 def cuda_combine(
     *,
     z: typing.SupportsInt | typing.SupportsIndex,
+    finish: Finish,
+    row_expert: typing.SupportsInt | typing.SupportsIndex,
     slot_row: typing.SupportsInt | typing.SupportsIndex,
     weights: typing.SupportsInt | typing.SupportsIndex,
     tokens: typing.SupportsInt | typing.SupportsIndex,
@@ -280,6 +561,42 @@ def cuda_driver() -> str:
     CUDA version of the loaded driver; empty where none is.
     """
 
+def cuda_expand(
+    *,
+    codes: typing.SupportsInt | typing.SupportsIndex,
+    scales: typing.SupportsInt | typing.SupportsIndex,
+    row0: typing.SupportsInt | typing.SupportsIndex,
+    rows: typing.SupportsInt | typing.SupportsIndex,
+    pad: typing.SupportsInt | typing.SupportsIndex,
+    k: typing.SupportsInt | typing.SupportsIndex,
+    out: typing.SupportsInt | typing.SupportsIndex,
+    out_type: DType,
+    device: typing.SupportsInt | typing.SupportsIndex,
+    stream: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    Rows of NVFP4 as 16-bit products, without global scale.
+    """
+
+def cuda_finish_rows(
+    *,
+    c: typing.SupportsInt | typing.SupportsIndex,
+    c_row_stride: typing.SupportsInt | typing.SupportsIndex,
+    row_expert: typing.SupportsInt | typing.SupportsIndex,
+    row_count: typing.SupportsInt | typing.SupportsIndex,
+    rows: typing.SupportsInt | typing.SupportsIndex,
+    n: typing.SupportsInt | typing.SupportsIndex,
+    finish: Finish,
+    out: typing.SupportsInt | typing.SupportsIndex,
+    out_type: DType,
+    out_row_stride: typing.SupportsInt | typing.SupportsIndex,
+    device: typing.SupportsInt | typing.SupportsIndex,
+    stream: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    Sums to results.
+    """
+
 def cuda_fused_gemm(
     *,
     n: typing.SupportsInt | typing.SupportsIndex,
@@ -306,6 +623,20 @@ def cuda_fused_gemm(
 ) -> None:
     """
     The fused grouped GEMM over a work list.
+    """
+
+def cuda_locate_rows(
+    *,
+    ends: typing.SupportsInt | typing.SupportsIndex,
+    experts: typing.SupportsInt | typing.SupportsIndex,
+    rows: typing.SupportsInt | typing.SupportsIndex,
+    row_expert: typing.SupportsInt | typing.SupportsIndex,
+    scale_row: typing.SupportsInt | typing.SupportsIndex,
+    device: typing.SupportsInt | typing.SupportsIndex,
+    stream: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    Each row's expert and place among the scale tiles.
     """
 
 def cuda_plan_blocks(
@@ -336,12 +667,24 @@ def cuda_prepare(
     given_stride: typing.SupportsInt | typing.SupportsIndex,
     scale_index: typing.SupportsInt | typing.SupportsIndex,
     global_out: typing.SupportsInt | typing.SupportsIndex,
+    out: OperandRows,
+    device: typing.SupportsInt | typing.SupportsIndex,
+    stream: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    Activations to an operand.
+    """
+
+def cuda_put_integers(
+    *,
+    values: typing.SupportsInt | typing.SupportsIndex,
+    count: typing.SupportsInt | typing.SupportsIndex,
     out: typing.SupportsInt | typing.SupportsIndex,
     device: typing.SupportsInt | typing.SupportsIndex,
     stream: typing.SupportsInt | typing.SupportsIndex,
 ) -> None:
     """
-    Activations to the fused kernel's operand.
+    int64 of host memory to int32 on the device, by value.
     """
 
 def cuda_quantize(
@@ -388,6 +731,7 @@ def cuda_route(
     row_token: typing.SupportsInt | typing.SupportsIndex,
     row_expert: typing.SupportsInt | typing.SupportsIndex,
     slot_row: typing.SupportsInt | typing.SupportsIndex,
+    ends: typing.SupportsInt | typing.SupportsIndex,
     blocks: typing.SupportsInt | typing.SupportsIndex,
     block_count: typing.SupportsInt | typing.SupportsIndex,
     device: typing.SupportsInt | typing.SupportsIndex,
@@ -501,6 +845,14 @@ def max_row_blocks(
     Entries that a work list needs room for.
     """
 
+def packed_tiles(
+    rows: typing.SupportsInt | typing.SupportsIndex,
+    experts: typing.SupportsInt | typing.SupportsIndex,
+) -> int:
+    """
+    Tiles of 128 rows of a packed activation whose experts each begin one.
+    """
+
 def pool_size() -> int:
     """
     Helper threads started so far.
@@ -546,6 +898,11 @@ def row_block_size(
 ) -> int:
     """
     Rows of a work list's entries.
+    """
+
+def row_bucket(rows: typing.SupportsInt | typing.SupportsIndex) -> int:
+    """
+    Rows up to which one algorithm is asked for.
     """
 
 def scale_offset(
@@ -607,6 +964,7 @@ def untile_scales(
 BLOCK: int = 16
 CHAIN_BLOCKS: int = 16
 MAX_EXPERTS: int = 1024
+MAX_STREAMS: int = 32
 PREPARED_K: int = 256
 RANGE: float = 2688.0
 ROW_BLOCK_BYTES: int = 16

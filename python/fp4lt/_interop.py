@@ -42,6 +42,11 @@ def address(t: torch.Tensor | None) -> int:
     return t.data_ptr()
 
 
+def is_aligned(t: torch.Tensor, size: int) -> bool:
+    """Whether the first element lies at a multiple of `size` bytes."""
+    return t.data_ptr() % size == 0
+
+
 def threads() -> int:
     """Threads a CPU call may use: torch's own setting."""
     return torch.get_num_threads()

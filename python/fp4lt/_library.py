@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which libcublasLt a process would use, and what is known to be wrong with its version.
+"""Which libcublasLt a process uses.
 
 Nothing is opened by importing this or by searching: glibc matches libraries by name, so a copy that
 is opened before torch's would become torch's.  Torch is imported first, here, for the same reason.
@@ -7,17 +7,18 @@ is opened before torch's would become torch's.  Torch is imported first, here, f
 
 from __future__ import annotations
 
-import ctypes
 import ctypes.util
 import importlib.util
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch  # noqa: F401 - its libcublasLt has to be mapped before one is looked for
 
+from fp4lt import _C
 from fp4lt.errors import LibraryError
 
 VARIABLE: Final = "FP4LT_CUBLASLT"
@@ -140,113 +141,38 @@ def find() -> Candidate | None:
     return next(iter([*mapped(), *wheels()]), None) or next(loader(), None)
 
 
-def read_version(candidate: Candidate) -> int:
-    """Open the library, for good, and ask for its version.
-
-    Returns
-    -------
-    int
-        ``major * 10000 + minor * 100 + patch``.
+def open_candidate(candidate: Candidate) -> _C.CublasLt:
+    """Open the library, for good.
 
     Raises
     ------
     LibraryError
-        If it cannot be loaded, or is no libcublasLt.
+        If it cannot be loaded, or is no libcublasLt that serves.
     """
-    where = f"libcublasLt {candidate.path} (from {candidate.origin})"
     try:
-        library = ctypes.CDLL(candidate.path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
-    except OSError as error:
-        raise LibraryError(f"{where} does not load: {error}") from None
-    try:
-        function = library.cublasLtGetVersion
-    except AttributeError:
-        raise LibraryError(f"{where} has no cublasLtGetVersion: it is another library") from None
-    function.argtypes, function.restype = (), ctypes.c_size_t
-    return int(function())
+        return _C.CublasLt(candidate.path)
+    except LibraryError as error:
+        raise LibraryError(f"{error} (found by {candidate.origin})") from None
+
+
+@lru_cache(maxsize=1)
+def opened() -> _C.CublasLt:
+    """The library of this process: found and opened at the first call, and kept.
+
+    Raises
+    ------
+    LibraryError
+        If there is none, or it does not load or lacks functions.
+    """
+    candidate = find()
+    if candidate is None:
+        raise LibraryError(
+            "no libcublasLt was found: install nvidia-cublas (CUDA 13) or nvidia-cublas-cu12, or "
+            f"name the file in {VARIABLE}"
+        )
+    return open_candidate(candidate)
 
 
 def version_name(version: int) -> str:
     """``130102`` as ``"13.1.2"``."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-
-
-class Hazard(NamedTuple):
-    """A known defect of some versions, as far as it concerns what fp4lt asks of the library.
-
-    Attributes
-    ----------
-    devices : tuple of str
-        Beginnings of compute capabilities, ``"10."`` for all of 10.x.
-    versions : tuple of (int, int)
-        Ranges, first version with it and first one without.
-    text : str
-        What goes wrong.
-    cure : str
-        What to install.
-    """
-
-    devices: tuple[str, ...]
-    versions: tuple[tuple[int, int], ...]
-    text: str
-    cure: str
-
-
-_OPEN: Final = 1 << 30
-
-HAZARDS: Final = (
-    Hazard(("10.", "11."), ((0, 120800),), "it has no FP4 matmul", "12.8.0 or later"),
-    Hazard(("12.",), ((0, 120804),), "it has no FP4 matmul for this GPU", "12.8.4 or later"),
-    Hazard(
-        ("10.", "11."),
-        ((120800, 120805), (120900, 120902), (130000, 130101), (130200, 130202)),
-        "wrong results when another kernel that uses Tensor Memory runs at the same time",
-        "12.8.5, 12.9.2, 13.1.1, 13.2.2, or 13.3.0 and later",
-    ),
-    Hazard(
-        ("10.3",),
-        ((120800, 130300),),
-        "wrong FP4 results where the out-features are no multiple of 64",
-        "13.3.0 or later",
-    ),
-    Hazard(
-        ("10.3", "10.7"),
-        ((130501, 130602), (130700, 130800)),
-        "wrong FP4 results from algorithms with stages of 768xAUTO",
-        "13.6.2, or 13.8.0 and later",
-    ),
-    Hazard(
-        ("9.0", "10.", "11."),
-        ((120603, 130800),),
-        "wrong results from split-K algorithms at some K",
-        "13.8.0 or later",
-    ),
-    Hazard(
-        ("10.", "12."),
-        ((130100, 130601),),
-        "a device alpha may be read before the kernel that writes it has ended",
-        "13.6.1 or later",
-    ),
-    Hazard(
-        ("",),
-        ((130501, 130601),),
-        "products of one row may be refused, and asking for algorithms breaks a graph capture",
-        "13.6.1 or later",
-    ),
-    Hazard(
-        ("10.", "11."),
-        ((130700, _OPEN),),
-        "grouped products may be wrong; no release is known to have the cure",
-        "13.4 to 13.6 for grouped products",
-    ),
-)
-
-
-def hazards(version: int, capability: str) -> list[Hazard]:
-    """Known defects of a version on a device of a compute capability such as ``"10.3"``."""
-    return [
-        hazard
-        for hazard in HAZARDS
-        if capability.startswith(hazard.devices)
-        and any(first <= version < fixed for first, fixed in hazard.versions)
-    ]

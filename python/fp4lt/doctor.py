@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import fp4lt
-from fp4lt import _C, _library, backends
+from fp4lt import _C, _hazards, _library, backends
 from fp4lt._build import covers, record
 from fp4lt.errors import Error
 from fp4lt.testing import targets
@@ -34,6 +34,14 @@ TABLES: Final = {
 
 DRIVERS: Final = {12: "525", 13: "580"}
 """Oldest driver series that runs code of a CUDA major version."""
+
+
+_DONE: Final = {
+    "refuse": "refused",
+    "drop": "such algorithms are not used",
+    "avoid": "fp4lt's calls keep clear of it",
+    "warn": "mind it",
+}
 
 
 @dataclass
@@ -232,7 +240,7 @@ def _collect_devices(report: Report) -> None:
 
 
 def _collect_library(report: Report) -> None:
-    found: dict[str, Any] = {"path": "", "origin": "", "version": "", "hazards": []}
+    found: dict[str, Any] = {"path": "", "origin": "", "version": "", "absent": [], "hazards": []}
     report.cublaslt = found
     try:
         candidate = _library.find()
@@ -243,17 +251,19 @@ def _collect_library(report: Report) -> None:
         return
     found |= candidate._asdict()
     try:
-        version = _library.read_version(candidate)
+        library = _library.open_candidate(candidate)
     except Error as error:
         (report.error if candidate.origin == _library.VARIABLE else report.note)(str(error))
         return
-    found["version"] = _library.version_name(version)
+    found |= {"path": library.path, "version": _library.version_name(library.version)}
+    found["absent"] = library.absent
     for device in report.cuda["devices"]:
-        for hazard in _library.hazards(version, device["capability"]):
+        for hazard in _hazards.hazards(library.version, device["capability"]):
             found["hazards"].append({"device": device["device"], **hazard._asdict()})
             report.note(
                 f"libcublasLt {found['version']} on {device['device']} (compute capability "
-                f"{device['capability']}): {hazard.text}; install {hazard.cure}"
+                f"{device['capability']}): {hazard.text}: {_DONE[hazard.action]}; install "
+                f"{hazard.cure}"
             )
 
 

@@ -7,13 +7,20 @@ import torch
 
 from fp4lt.backends.base import Backend
 from fp4lt.backends.cpu import CpuBackend
+from fp4lt.backends.cublaslt import CublasLtBackend
+from fp4lt.backends.dequant import DequantBackend
 from fp4lt.backends.fused import FusedBackend
 from fp4lt.errors import ArgumentError, UnsupportedError
 from fp4lt.problem import GroupedProblem, MoEProblem
 
 __all__ = ["BACKENDS", "Backend", "choose", "refusals"]
 
-BACKENDS: tuple[Backend, ...] = (FusedBackend(), CpuBackend())
+BACKENDS: tuple[Backend, ...] = (
+    FusedBackend(),
+    CublasLtBackend(),
+    DequantBackend(),
+    CpuBackend(),
+)
 """In order of preference: ``backend="auto"`` takes the first that does not refuse."""
 
 

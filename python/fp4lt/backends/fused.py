@@ -13,21 +13,21 @@ import torch
 
 from fp4lt import _C
 from fp4lt._build import has_code_for
-from fp4lt._interop import (
-    DTYPES,
-    address,
-    cuda_launch,
-    dense_view,
-    expert_parameter,
-    nvfp4_view,
-    row_strides,
+from fp4lt._interop import DTYPES, address, cuda_launch, nvfp4_view, row_strides
+from fp4lt.backends.cpu import GATE_ORDERS
+from fp4lt.backends.stages import (
+    Routes,
+    Rows,
+    activate,
+    combine,
+    passes,
+    prepare,
+    route,
+    scale_rows,
 )
-from fp4lt.backends.cpu import ACTIVATION_KINDS, GATE_ORDERS
+from fp4lt.backends.trace import host_trace
 from fp4lt.problem import GroupedCall, GroupedProblem, MoECall, MoEProblem, MoETrace, Operand
 from fp4lt.tensor import NVFP4Tensor
-
-# Bytes of intermediates of one pass over the tokens: larger calls are cut, which changes no bit.
-_PASS_BYTES = 1 << 32
 
 
 def depth(k: int, recipe: str) -> int:
@@ -93,19 +93,17 @@ class FusedBackend:
             index = index.to(torch.int32)
         # Its low half is what an int64 end has in its first four bytes: fewer than 2^31 rows.
         count = address(ends[-1:])
-        a = _prepare(call.a, rows, problem.quantizes, scale, index, None, count)
+        a = prepare(call.a, rows, problem.quantizes, given=scale, index=index, count=count)
         _gemm(work, a, None, call.b, call.out, alpha=call.alpha, bias=call.bias)
 
     def moe(self, problem: MoEProblem, call: MoECall) -> None:
         """See :class:`fp4lt.backends.base.Backend`."""
-        for part in _passes(problem, call):
+        for part in passes(problem, call):
             run_block(problem, part)
 
     def trace_moe(self, problem: MoEProblem, call: MoECall) -> MoETrace:
         """See :class:`fp4lt.backends.base.Backend`; everything is moved to host memory."""
-        from fp4lt.backends.fused_trace import host_trace
-
-        return host_trace(problem, call)
+        return host_trace(problem, call, *run_block(problem, call))
 
 
 class _WorkList(NamedTuple):
@@ -126,58 +124,9 @@ class _WorkList(NamedTuple):
         return _WorkList(memory[4:], memory[:1], block_rows, expected)
 
 
-class _Prepared(NamedTuple):
-    """The fused kernel's activations, and their rows' global scales."""
-
-    values: torch.Tensor
-    global_scale: torch.Tensor | None
-
-
-def _padded(k: int) -> int:
-    return -(-k // _C.PREPARED_K) * _C.PREPARED_K
-
-
-def _prepare(
-    x: Operand,
-    rows: int,
-    quantize: bool,
-    given: torch.Tensor | None = None,
-    index: torch.Tensor | None = None,
-    source: torch.Tensor | None = None,
-    count: int = 0,
-) -> _Prepared:
-    """Bring activations into the fused kernel's form; see csrc/cuda/quantize.h."""
-    k = x.shape[1]
-    exact = quantize or isinstance(x, NVFP4Tensor)
-    assert exact or isinstance(x, torch.Tensor)
-    dtype = torch.bfloat16 if exact else x.dtype  # type: ignore[union-attr]
-    values = torch.empty(rows, _padded(k), dtype=dtype, device=x.device)
-    scales = torch.empty(rows, dtype=torch.float32, device=x.device) if quantize else None
-    if isinstance(x, NVFP4Tensor):
-        view: _C.Nvfp4View | _C.DenseView = nvfp4_view(x.codes, x.scales, x.global_scale)
-        scales = x.global_scale.expand(rows).contiguous()
-    else:
-        view = dense_view("activations", x)
-    _C.cuda_prepare(
-        x=view,
-        quantize=quantize,
-        rows=rows,
-        k=k,
-        source=address(source),
-        count=count,
-        given=address(given),
-        given_stride=given.stride(0) if given is not None and given.ndim else 0,
-        scale_index=address(index),
-        global_out=address(scales),
-        out=address(values),
-        **cuda_launch(x.device),
-    )
-    return _Prepared(values, scales)
-
-
 def _gemm(
     work: _WorkList,
-    a: _Prepared,
+    a: Rows,
     row_index: torch.Tensor | None,
     b: Operand,
     out: torch.Tensor,
@@ -211,65 +160,13 @@ def _gemm(
     )
 
 
-class _Routes(NamedTuple):
-    rows: torch.Tensor
-    """(1,) int32: routed rows."""
-    token: torch.Tensor
-    """(T * k,) int32, the first `rows` of them."""
-    expert: torch.Tensor
-    slot_row: torch.Tensor
-    """(T, k) int32."""
-    work: _WorkList
-
-
 class _Stages(NamedTuple):
     """What one pass leaves behind."""
 
     x: torch.Tensor
-    routes: _Routes
+    routes: Routes
     h: torch.Tensor
     z: torch.Tensor
-
-
-def _passes(problem: MoEProblem, call: MoECall) -> list[MoECall]:
-    width = 4 * call.w13.shape[1] + 2 * problem.intermediate + 6 * problem.hidden
-    step = max(1, _PASS_BYTES // (width * problem.top_k))
-    return [
-        call._replace(
-            hidden=call.hidden[t : t + step],
-            topk_weights=call.topk_weights[t : t + step],
-            topk_ids=call.topk_ids[t : t + step],
-            out=call.out[t : t + step],
-        )
-        for t in range(0, call.hidden.shape[0], step)
-    ]
-
-
-def _route(problem: MoEProblem, call: MoECall) -> _Routes:
-    device = call.hidden.device
-    ids = call.topk_ids.contiguous()
-    slots = ids.numel()
-    work = _WorkList.empty(slots, problem.experts, device)
-    memory = torch.empty(3 * slots + 4, dtype=torch.int32, device=device)
-    rows, rest = memory[:1], memory[4:]
-    token, expert, slot_row = rest[:slots], rest[slots : 2 * slots], rest[2 * slots :]
-    _C.cuda_route(
-        ids=address(ids),
-        ids_are_64_bit=ids.dtype == torch.int64,
-        tokens=ids.shape[0],
-        top_k=ids.shape[1],
-        expert_start=call.expert_start,
-        experts=problem.experts,
-        block_rows=work.block_rows,
-        row_count=address(rows),
-        row_token=address(token),
-        row_expert=address(expert),
-        slot_row=address(slot_row),
-        blocks=address(work.blocks),
-        block_count=address(work.length),
-        **cuda_launch(device),
-    )
-    return _Routes(rows, token, expert, slot_row.view(ids.shape), work)
 
 
 def run_block(problem: MoEProblem, call: MoECall) -> _Stages:
@@ -280,22 +177,31 @@ def run_block(problem: MoEProblem, call: MoECall) -> _Stages:
     x = call.hidden
     h = torch.empty(slots, call.w13.shape[1], dtype=torch.float32, device=device)
     z = torch.empty(slots, hidden, dtype=torch.float32, device=device)
-    routes = _route(problem, call)
+    work = _WorkList.empty(slots, problem.experts, device)
+    routes = route(problem, call, work.blocks, work.length, work.block_rows)
     if tokens == 0:
         return _Stages(x, routes, h, z)
     if call.router_weight_on_input:
-        x = _scale_rows(x, call.topk_weights)
+        x = scale_rows(x, call.topk_weights)
 
     # Rows that share a scale are rounded once a token; those of per-expert scales once a row.
     if problem.quantizes and call.a1_scale is not None and call.a1_scale.ndim:
         count = address(routes.rows)
-        a1 = _prepare(x, slots, True, call.a1_scale, routes.expert, routes.token, count)
+        a1 = prepare(
+            x,
+            slots,
+            True,
+            given=call.a1_scale,
+            index=routes.expert,
+            source=routes.token,
+            count=count,
+        )
         index = None
     else:
-        a1 = _prepare(x, tokens, problem.quantizes, call.a1_scale)
+        a1 = prepare(x, tokens, problem.quantizes, given=call.a1_scale)
         index = routes.token
     _gemm(
-        routes.work,
+        work,
         a1,
         index,
         call.w13,
@@ -305,73 +211,6 @@ def run_block(problem: MoEProblem, call: MoECall) -> _Stages:
         bias=call.w13_bias,
     )
     a2 = activate(problem, call, h, routes)
-    _gemm(routes.work, a2, None, call.w2, z, bias=call.w2_bias)
-    weights = None if call.router_weight_on_input else call.topk_weights.contiguous()
-    _C.cuda_combine(
-        z=address(z),
-        slot_row=address(routes.slot_row),
-        weights=address(weights),
-        tokens=tokens,
-        top_k=problem.top_k,
-        hidden=hidden,
-        out=address(call.out),
-        out_type=DTYPES[call.out.dtype],
-        out_row_stride=row_strides("out", call.out)[1],
-        **cuda_launch(device),
-    )
+    _gemm(work, a2, None, call.w2, z, bias=call.w2_bias)
+    combine(problem, call, z, routes)
     return _Stages(x, routes, h, z)
-
-
-def activate(
-    problem: MoEProblem,
-    call: MoECall,
-    h: torch.Tensor,
-    routes: _Routes,
-    form: _C.ActivationForm | None = None,
-) -> _Prepared:
-    """Gate and up to w2's operand, or with a `form` of the caller's to that."""
-    slots, device, given = h.shape[0], h.device, call.a2_scale
-    if form is None:
-        form = _C.ActivationForm.ROUNDED if problem.quantizes else _C.ActivationForm.HALF
-    scales = None
-    if form == _C.ActivationForm.FLOAT:
-        out = torch.empty(slots, problem.intermediate, dtype=torch.float32, device=device)
-    else:
-        dtype = torch.bfloat16 if problem.quantizes else problem.dtype
-        out = torch.empty(slots, _padded(problem.intermediate), dtype=dtype, device=device)
-        if problem.quantizes:
-            scales = torch.empty(slots, dtype=torch.float32, device=device)
-    _C.cuda_activate(
-        h=address(h),
-        row_count=address(routes.rows),
-        row_expert=address(routes.expert),
-        rows=slots,
-        n=h.shape[1],
-        order=GATE_ORDERS[problem.order],
-        kind=ACTIVATION_KINDS[problem.activation],
-        alpha=expert_parameter(call.alpha),
-        beta=expert_parameter(call.beta),
-        limit=None if call.limit is None else expert_parameter(call.limit),
-        form=form,
-        type=DTYPES[out.dtype],
-        given=address(given),
-        given_stride=given.stride(0) if given is not None and given.ndim else 0,
-        global_out=address(scales),
-        out=address(out),
-        **cuda_launch(device),
-    )
-    return _Prepared(out, scales)
-
-
-def _scale_rows(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    weights = weights.contiguous()
-    _C.cuda_scale_rows(
-        x=dense_view("hidden", x),
-        weights=address(weights),
-        rows=x.shape[0],
-        n=x.shape[1],
-        out=address(out),
-        **cuda_launch(x.device),
-    )
-    return out

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known to be wrong with versions of libcublasLt, and what is done about it.
+
+From NVIDIA's release notes, as far as they concern what fp4lt asks of the library.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+from fp4lt import _C
+from fp4lt._library import version_name
+
+ACCEPT_TENSOR_MEMORY: Final = "FP4LT_ACCEPT_TENSOR_MEMORY"
+"""Environment variable that takes back the refusal of versions with the Tensor Memory defect."""
+
+Action: TypeAlias = Literal["refuse", "drop", "avoid", "warn"]
+"""What is done: the product is refused; the algorithms concerned are not used; the way we call the
+library keeps clear of it; or it is only said."""
+
+_OPEN: Final = 1 << 30
+_EVERY: Final = ("",)
+
+
+class Hazard(NamedTuple):
+    """A known defect of some versions.
+
+    Attributes
+    ----------
+    key : str
+        Short name.
+    devices : tuple of str
+        Beginnings of compute capabilities, ``"10."`` for all of 10.x.
+    versions : tuple of (int, int)
+        Ranges, first version with it and first one without.
+    action : str
+        What is done about it.
+    text : str
+        What goes wrong.
+    cure : str
+        What to install.
+    fp4_only : bool
+        Whether products of 16-bit operands are safe.
+    """
+
+    key: str
+    devices: tuple[str, ...]
+    versions: tuple[tuple[int, int], ...]
+    action: Action
+    text: str
+    cure: str
+    fp4_only: bool = True
+
+
+HAZARDS: Final = (
+    Hazard(
+        "no_fp4",
+        ("10.", "11."),
+        ((0, 120800),),
+        "refuse",
+        "it has no FP4 matmul",
+        "12.8.0 or later",
+    ),
+    Hazard(
+        "no_fp4",
+        ("12.",),
+        ((0, 120804),),
+        "refuse",
+        "it has no FP4 matmul for this GPU",
+        "12.8.4 or later",
+    ),
+    Hazard(
+        "tensor_memory",
+        ("10.", "11."),
+        ((120800, 120805), (120900, 120902), (130000, 130101), (130200, 130202)),
+        "refuse",
+        "wrong results when another kernel that uses Tensor Memory runs at the same time",
+        "12.8.5, 12.9.2, 13.1.1, 13.2.2, or 13.3.0 and later",
+    ),
+    Hazard(
+        "ragged_64",
+        ("10.3",),
+        ((120800, 130300),),
+        "refuse",
+        "wrong FP4 results where the out-features are no multiple of 64",
+        "13.3.0 or later",
+    ),
+    Hazard(
+        "stages_768_auto",
+        ("10.3", "10.7"),
+        ((130501, 130602), (130700, 130800)),
+        "drop",
+        "wrong FP4 results from algorithms with stages of 768xAUTO",
+        "13.6.2, or 13.8.0 and later",
+    ),
+    Hazard(
+        "uneven_split_k",
+        ("9.0", "10.", "11."),
+        ((120603, 130800),),
+        "drop",
+        "wrong results from split-K algorithms at some K",
+        "13.8.0 or later",
+        fp4_only=False,
+    ),
+    Hazard(
+        "early_alpha",
+        ("10.", "12."),
+        ((130100, 130601),),
+        "avoid",
+        "a device alpha may be read before the kernel that writes it has ended",
+        "13.6.1 or later",
+        fp4_only=False,
+    ),
+    Hazard(
+        "one_row",
+        _EVERY,
+        ((130501, 130601),),
+        "warn",
+        "products of one row may be refused",
+        "13.6.1 or later",
+        fp4_only=False,
+    ),
+    Hazard(
+        "query_in_capture",
+        _EVERY,
+        ((130501, 130601),),
+        "refuse",
+        "asking for algorithms breaks a graph capture",
+        "13.6.1 or later",
+        fp4_only=False,
+    ),
+    Hazard(
+        "grouped",
+        ("10.", "11."),
+        ((130700, _OPEN),),
+        "warn",
+        "grouped products may be wrong; no release is known to have the cure",
+        "13.4 to 13.6 for grouped products",
+    ),
+)
+"""``early_alpha`` is avoided since alpha is written before the event that the products wait for.
+``query_in_capture`` refuses only a capture whose products have not run before."""
+
+
+def hazards(version: int, capability: str) -> list[Hazard]:
+    """Known defects of a version on a device of a compute capability such as ``"10.3"``."""
+    return [
+        hazard
+        for hazard in HAZARDS
+        if capability.startswith(hazard.devices)
+        and any(first <= version < fixed for first, fixed in hazard.versions)
+    ]
+
+
+def fp4_refusal(
+    version: int,
+    capability: str,
+    columns: tuple[int, ...],
+    environ: Mapping[str, str] | None = None,
+) -> str | None:
+    """Why this version may not multiply FP4 on the device, or None.
+
+    Parameters
+    ----------
+    version : int
+    capability : str
+    columns : tuple of int
+        Out-features of each product.
+    environ : mapping, optional
+        Instead of the process's environment.
+    """
+    accepts = (os.environ if environ is None else environ).get(ACCEPT_TENSOR_MEMORY) == "1"
+    for hazard in hazards(version, capability):
+        if hazard.action != "refuse" or not hazard.fp4_only:
+            continue
+        if hazard.key == "ragged_64" and all(n % 64 == 0 for n in columns):
+            continue
+        if hazard.key == "tensor_memory" and accepts:
+            continue
+        text = (
+            f"libcublasLt {version_name(version)} on compute capability {capability}: "
+            f"{hazard.text}; install {hazard.cure}"
+        )
+        if hazard.key == "tensor_memory":
+            text += f" (or set {ACCEPT_TENSOR_MEMORY}=1 where nothing else runs on the GPU)"
+        return text
+    return None
+
+
+def filters(version: int, capability: str) -> _C.AlgorithmFilters:
+    """What the defects of a version mean for the choice of algorithms."""
+    keys = {hazard.key for hazard in hazards(version, capability)}
+    return _C.AlgorithmFilters(
+        drop_768_auto="stages_768_auto" in keys,
+        drop_uneven_split_k="uneven_split_k" in keys,
+        no_query_in_capture="query_in_capture" in keys,
+    )

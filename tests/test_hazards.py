@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Known defects of versions of libcublasLt: which apply where, and what is done about each."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from fp4lt import _C, _hazards
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "words"),
+    [
+        (120700, "10.0", "no FP4 matmul"),
+        (120803, "12.0", "no FP4 matmul"),
+        (120804, "10.0", "Tensor Memory"),
+        (130100, "10.3", "Tensor Memory"),
+        (130201, "11.0", "Tensor Memory"),
+        (130203, "10.3", "multiple of 64"),
+        (130600, "12.1", "one row"),
+        (130700, "10.3", "768"),
+        (130800, "10.0", "grouped products"),
+        (130100, "9.0", "split-K"),
+    ],
+)
+def test_known_defects(version: int, capability: str, words: str) -> None:
+    assert any(words in hazard.text for hazard in _hazards.hazards(version, capability))
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "words"),
+    [
+        (120804, "12.0", ""),
+        (120805, "10.0", "Tensor Memory"),
+        (130101, "10.0", "Tensor Memory"),
+        (130202, "11.0", "Tensor Memory"),
+        (130300, "10.3", "multiple of 64"),
+        (130602, "10.3", "768"),
+        (130601, "12.1", "one row"),
+        (130602, "10.0", "grouped products"),
+        (130800, "9.0", ""),
+        (130800, "12.0", ""),
+    ],
+)
+def test_cured_versions(version: int, capability: str, words: str) -> None:
+    assert not any(words in hazard.text for hazard in _hazards.hazards(version, capability))
+
+
+@pytest.mark.parametrize("hazard", _hazards.HAZARDS, ids=lambda h: f"{h.key}-{h.devices[0]}")
+def test_every_range_begins_and_ends_where_it_says(hazard: _hazards.Hazard) -> None:
+    capability = {"": "9.0", "10.": "10.0", "11.": "11.0", "12.": "12.0"}.get(
+        hazard.devices[0], hazard.devices[0]
+    )
+    for first, fixed in hazard.versions:
+        assert hazard in _hazards.hazards(first, capability)
+        assert hazard in _hazards.hazards(fixed - 1, capability)
+        assert hazard not in _hazards.hazards(fixed, capability)
+        if first:
+            assert hazard not in _hazards.hazards(first - 1, capability)
+    assert hazard not in _hazards.hazards(hazard.versions[0][0], "8.0") or hazard.devices == ("",)
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "columns", "words"),
+    [
+        (120700, "10.0", (64,), "no FP4 matmul; install 12.8.0"),
+        (120803, "12.0", (64,), "no FP4 matmul for this GPU; install 12.8.4"),
+        (120804, "12.0", (8,), None),
+        (130100, "10.0", (64,), "Tensor Memory.*install .*13.1.1.*FP4LT_ACCEPT_TENSOR_MEMORY=1"),
+        (130101, "10.0", (8,), None),
+        (130101, "10.3", (128, 72), "multiple of 64; install 13.3.0"),
+        (130101, "10.3", (128, 64), None),
+        (130300, "10.3", (72,), None),
+        (130602, "11.0", (8,), None),
+    ],
+)
+def test_refusals(
+    version: int, capability: str, columns: tuple[int, ...], words: str | None
+) -> None:
+    text = _hazards.fp4_refusal(version, capability, columns, {})
+    if words is None:
+        assert text is None
+    else:
+        assert text is not None
+        assert re.search(words, text), text
+
+
+def test_the_tensor_memory_refusal_can_be_taken_back_and_no_other() -> None:
+    accept = {_hazards.ACCEPT_TENSOR_MEMORY: "1"}
+    assert _hazards.fp4_refusal(130100, "10.0", (64,), accept) is None
+    assert _hazards.fp4_refusal(130100, "10.0", (64,), {_hazards.ACCEPT_TENSOR_MEMORY: "0"})
+    assert _hazards.fp4_refusal(120700, "10.0", (64,), accept)
+    assert _hazards.fp4_refusal(130100, "10.3", (8,), accept)
+
+
+def flags(filters: _C.AlgorithmFilters) -> tuple[bool, bool, bool]:
+    return filters.drop_768_auto, filters.drop_uneven_split_k, filters.no_query_in_capture
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "want"),
+    [
+        (130100, "9.0", (False, True, False)),
+        (130800, "9.0", (False, False, False)),
+        (130501, "10.3", (True, True, True)),
+        (130602, "10.3", (False, True, False)),
+        (130700, "10.3", (True, True, False)),
+        (130501, "12.0", (False, False, True)),
+        (130800, "10.7", (False, False, False)),
+    ],
+)
+def test_filters(version: int, capability: str, want: tuple[bool, bool, bool]) -> None:
+    assert flags(_hazards.filters(version, capability)) == want
+
+
+def test_every_action_has_its_place() -> None:
+    """What is refused is refused by `fp4_refusal` or in a capture; what is dropped, by a filter."""
+    actions = {hazard.key: hazard.action for hazard in _hazards.HAZARDS}
+    assert {key for key, action in actions.items() if action == "drop"} == {
+        "stages_768_auto",
+        "uneven_split_k",
+    }
+    assert {key for key, action in actions.items() if action == "refuse"} == {
+        "no_fp4",
+        "tensor_memory",
+        "ragged_64",
+        "query_in_capture",
+    }
