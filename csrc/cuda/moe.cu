@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/scale_layout.h"
+#include "cuda/activation.cuh"
 #include "cuda/launch.h"
 #include "cuda/moe.h"
 #include "cuda/rows.cuh"
@@ -8,14 +9,6 @@ namespace fp4lt::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-
-// x * sigmoid(x) within 4 ulp.  For negative x through exp(x) = exp(x/2)^2, multiplied into x one
-// after the other: nothing underflows before the result does.
-__device__ __forceinline__ float silu(float x) {
-  if (x >= 0.0f) return x / (1.0f + expf(-x));
-  const float half = expf(0.5f * x);
-  return x * half / (1.0f + half * half) * half;
-}
 
 __device__ __forceinline__ double sigmoid(double x) {
   if (x >= 0) return 1.0 / (1.0 + exp(-x));
@@ -44,10 +37,7 @@ struct Parameters {
 
 __device__ __forceinline__ float element(const ActivationArgs& a, const Parameters& p, float gate,
                                          float up) {
-  // Written so that a NaN passes through.
-  if (p.limited && gate > p.limit) gate = p.limit;
-  if (p.limited && up > p.limit) up = p.limit;
-  if (p.limited && up < -p.limit) up = -p.limit;
+  if (p.limited) limit_gate_and_up(p.limit, gate, up);
   if (p.plain) {
     const float s = silu(gate);
     return a.order == GateOrder::kNone ? s : __fmul_rn(s, up);
@@ -111,7 +101,11 @@ __global__ void __launch_bounds__(kThreads) activate_kernel(const ActivationArgs
     }
     return;
   }
-  auto* out = static_cast<uint16_t*>(a.out) + row * padded_k;
+  const bool image = a.prepared == PreparedOrder::kWgmma;
+  const PreparedRow to{
+      a.prepared,
+      reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(a.out) + (image ? 0 : row * padded_k)),
+      image ? a.row_place[row] : 0, padded_k};
   float g = 1.0f;
   if (a.form == ActivationForm::kRounded) {
     if (a.given != nullptr) {
@@ -129,21 +123,21 @@ __global__ void __launch_bounds__(kThreads) activate_kernel(const ActivationArgs
   for (int64_t b = threadIdx.x; b < padded_k / kBlock; b += kThreads) {
     uint16_t half[16] = {};
     if (b >= blocks) {
-      store_prepared(out + b * kBlock, half);
+      to.store(b, half);
       continue;
     }
     block_of(a, p, h, b * kBlock, u);
     if (a.form == ActivationForm::kRounded) {
       unsigned code[16];
       const uint8_t scale = quantize_block(u, g, code);
-      store_products(out + b * kBlock, code, scale);
+      block_products(code, scale, half);
     } else {
       for (int i = 0; i < 16; ++i) {
         half[i] = a.type == DType::kF16 ? __half_as_ushort(__float2half_rn(u[i]))
                                         : __bfloat16_as_ushort(__float2bfloat16_rn(u[i]));
       }
-      store_prepared(out + b * kBlock, half);
     }
+    to.store(b, half);
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include "core/problem.h"
 #include "core/views.h"
+#include "cuda/fused/prepared.h"
 #include "cuda/fused/gemm.h"
 
 namespace fp4lt::cuda {
@@ -21,15 +22,28 @@ struct RouteArgs {
   int* row_token;   // first M: the token of each row
   int* row_expert;  // first M: its local expert
   int* slot_row;    // (T, k): the row of each slot, or -1
+  int* row_place;   // first M: where the row goes in an image (fused/prepared.h)
   RowBlock* blocks;
   int* block_count;
+  int* flags;  // 2 kMaxSharers words, set to zero: for the two GEMMs that follow
 };
 void route(int device, const RouteArgs& args, Stream stream);
 
 // The work list of rows that are sorted already.  Offsets that decrease or pass `rows` are cut: on
-// the device nobody can be told.
-void plan_blocks(int device, const void* ends, bool ends_are_64_bit, int64_t experts, int64_t rows,
-                 int block_rows, RowBlock* blocks, int* block_count, Stream stream);
+// the device nobody can be told.  Expert e's rows begin at starts[e], and starts[E] is their number;
+// in an image they begin at places[e].
+struct PlanArgs {
+  const void* ends;
+  bool ends_are_64_bit;
+  int64_t experts, rows;
+  int block_rows;
+  RowBlock* blocks;
+  int* block_count;
+  int* flags;   // as in RouteArgs
+  int* starts;  // (E + 1,)
+  int* places;  // (E,)
+};
+void plan_blocks(int device, const PlanArgs& args, Stream stream);
 
 // u = act(gate) * (up + beta) of the CPU's ActivationArgs, into one of three forms.
 enum class ActivationForm : int {
@@ -47,7 +61,9 @@ struct ActivationArgs {
   ExpertParameter alpha, beta, limit;
   bool limited;
   ActivationForm form;
-  DType type;          // of kHalf
+  DType type;              // of kHalf
+  PreparedOrder prepared;  // of kHalf and kRounded
+  const int* row_place;    // of kWgmma
   const float* given;  // of kRounded: static global scale by expert, null derives one per row
   int64_t given_stride;
   float* global_out;

@@ -109,6 +109,8 @@ __global__ void retile_kernel(const uint8_t* from, uint8_t* to, int64_t rows, in
 
 // A launch's view of PrepareArgs: device code has no std::variant.
 struct PrepareKernelArgs {
+  PreparedOrder prepared;
+  Places to;
   Nvfp4View nvfp4;
   DenseView dense;
   int64_t k, padded_k;
@@ -121,16 +123,38 @@ struct PrepareKernelArgs {
 
 enum class Source { kCopy, kRound, kNvfp4 };
 
+// Where sorted row `row` goes; asked by all threads of a block.
+__device__ int place_of_sorted(const Places& to, int row, int* found) {
+  for (int e = threadIdx.x; e < to.experts; e += kThreads) {
+    // starts has one more entry, the number of rows: of the experts that begin here, one has rows.
+    if (to.starts[e] <= row && row < to.starts[e + 1]) *found = to.places[e] + row - to.starts[e];
+  }
+  __syncthreads();
+  return *found;
+}
+
 template <Source S>
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const PrepareKernelArgs a) {
   __shared__ float scratch[33];
+  __shared__ int place;
   ptx::wait_for_previous_kernel();
   ptx::allow_next_kernel();
   const int row = blockIdx.x;
   if (a.count != nullptr && row >= *a.count) return;
   const int64_t from = a.source != nullptr ? a.source[row] : row;
   const int64_t blocks = a.k / kBlock, all = a.padded_k / kBlock;
-  uint16_t* out = a.out + row * a.padded_k;
+  PreparedRow to{a.prepared, reinterpret_cast<uint32_t*>(a.out + row * a.padded_k), 0, a.padded_k};
+  // Of a row with slots, how many there are; each has a place of its own.
+  int copies = 1;
+  if (a.prepared == PreparedOrder::kWgmma) {
+    to.base = reinterpret_cast<uint32_t*>(a.out);
+    if (a.to.slot_row != nullptr) {
+      copies = static_cast<int>(a.to.top_k);
+    } else {
+      to.place = a.to.row_place != nullptr ? a.to.row_place[row]
+                                           : place_of_sorted(a.to, row, &place);
+    }
+  }
   float v[16];
   float g = 1.0f;
   if constexpr (S == Source::kRound) {
@@ -147,16 +171,12 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const PrepareKernelAr
     if (threadIdx.x == 0) a.global_out[row] = g;
   }
   for (int64_t b = threadIdx.x; b < all; b += kThreads) {
+    uint16_t h[16] = {};
     if (b >= blocks) {
-      const uint16_t zeros[16] = {};
-      store_prepared(out + b * kBlock, zeros);
-      continue;
-    }
-    if constexpr (S == Source::kCopy) {
+      // Zeros past K.
+    } else if constexpr (S == Source::kCopy) {
       const auto* x = static_cast<const uint16_t*>(a.dense.data) + from * a.dense.row_stride;
-      uint16_t h[16];
       for (int i = 0; i < 16; ++i) h[i] = x[b * kBlock + i];
-      store_prepared(out + b * kBlock, h);
     } else {
       unsigned code[16];
       uint8_t scale;
@@ -168,7 +188,15 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const PrepareKernelAr
         const uint8_t* codes = a.nvfp4.codes + from * (a.k / 2) + b * (kBlock / 2);
         for (int i = 0; i < 16; ++i) code[i] = codes[i / 2] >> (i % 2 * 4) & 15u;
       }
-      store_products(out + b * kBlock, code, scale);
+      block_products(code, scale, h);
+    }
+    for (int j = 0; j < copies; ++j) {
+      if (a.to.slot_row != nullptr && a.prepared == PreparedOrder::kWgmma) {
+        const int routed = a.to.slot_row[row * a.to.top_k + j];
+        if (routed < 0) continue;
+        to.place = a.to.row_place[routed];
+      }
+      to.store(b, h);
     }
   }
 }
@@ -233,6 +261,8 @@ void prepare(int device, const PrepareArgs& p, Stream stream) {
   if (p.rows == 0) return;
   const DeviceGuard guard(device);
   PrepareKernelArgs a{};
+  a.prepared = p.prepared;
+  a.to = p.to;
   a.k = p.k;
   a.padded_k = round_up(p.k, kPreparedK);
   a.source = p.source;

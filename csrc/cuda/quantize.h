@@ -7,6 +7,7 @@
 
 #include "core/problem.h"
 #include "core/views.h"
+#include "cuda/fused/prepared.h"
 #include "cuda/stream.h"
 
 namespace fp4lt::cuda {
@@ -44,7 +45,20 @@ void untile_scales(int device, const uint8_t* tiled, int64_t experts, int64_t ro
 // Row i of the result is row source[i] of x, or i.  With `quantize`, its global scale is
 // given[scale_index[i] * given_stride] (index 0 without scale_index), or derived when `given` is
 // null; it is written to global_out[i].  With `count`, rows from *count on are left alone.
+//
+// In the order kWgmma, row i goes to the places in the image that `to` names.
+struct Places {
+  const int* row_place;  // by routed row
+  const int* slot_row;   // row i goes where its slots' rows go, those of -1 nowhere; null: row i is
+  int64_t top_k;         // routed row i
+  // Without row_place: rows are sorted, and expert e's begin at row starts[e] and place places[e].
+  const int* starts;
+  const int* places;
+  int64_t experts;
+};
 struct PrepareArgs {
+  PreparedOrder prepared;
+  Places to;
   std::variant<Nvfp4View, DenseView> x;
   bool quantize;
   int64_t rows, k;

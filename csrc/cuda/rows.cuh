@@ -77,28 +77,39 @@ __device__ __forceinline__ float block_max(float v, float* scratch) {
   return scratch[32];
 }
 
-// 16-bit values of one block, in the order of prepared_order().
-__device__ __forceinline__ void store_prepared(uint16_t* to, const uint16_t (&h)[16]) {
-  uint32_t word[8];
-  for (int i = 0; i < 8; ++i) {
-    const int half = i / 4 * 8;
-    word[i] = h[half + prepared_order(i % 4 * 2)] |
-              static_cast<uint32_t>(h[half + prepared_order(i % 4 * 2 + 1)]) << 16;
+// One prepared row, in either order.
+struct PreparedRow {
+  PreparedOrder order;
+  uint32_t* base;  // of the row, or of the image
+  int64_t place, padded_k;
+
+  // Stores block `b`, 16-bit values.
+  __device__ __forceinline__ void store(int64_t b, const uint16_t (&h)[16]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t pair[4];
+      for (int i = 0; i < 4; ++i) {
+        pair[i] = h[half * 8 + i] | static_cast<uint32_t>(h[half * 8 + i + 4]) << 16;
+      }
+      if (order == PreparedOrder::kMma) {
+        *reinterpret_cast<uint4*>(base + mma_pair(b * 2 + half, 0)) =
+            make_uint4(pair[0], pair[1], pair[2], pair[3]);
+      } else {
+        for (int i = 0; i < 4; ++i) {
+          base[wgmma_pair(place, padded_k, b * 2 + half, i)] = pair[i];
+        }
+      }
+    }
   }
-  auto* out = reinterpret_cast<uint4*>(to);
-  out[0] = make_uint4(word[0], word[1], word[2], word[3]);
-  out[1] = make_uint4(word[4], word[5], word[6], word[7]);
-}
+};
 
 // The products code * scale of one block in bf16, where all of them are exact.
-__device__ __forceinline__ void store_products(uint16_t* to, const unsigned (&code)[16],
-                                               uint8_t scale) {
+__device__ __forceinline__ void block_products(const unsigned (&code)[16], uint8_t scale,
+                                               uint16_t (&h)[16]) {
   const float s = decode_e4m3(scale);
-  uint16_t h[16];
   for (int i = 0; i < 16; ++i) {
     h[i] = __bfloat16_as_ushort(__float2bfloat16_rn(decode_e2m1(code[i]) * s));
   }
-  store_prepared(to, h);
 }
 
 __device__ __forceinline__ uint64_t pack_codes(const unsigned (&code)[16]) {

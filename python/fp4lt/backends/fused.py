@@ -74,7 +74,10 @@ class FusedBackend:
         device = call.out.device
         launch = cuda_launch(device)
         ends = call.ends.to(device, non_blocking=True)
-        work = _WorkList.empty(rows, problem.experts, device)
+        work = _WorkList.empty(rows, problem.experts, device, (call.b,))
+        starts, places = torch.empty(
+            2, problem.experts + 1, dtype=torch.int32, device=device
+        ).unbind()
         _C.cuda_plan_blocks(
             ends=address(ends),
             ends_are_64_bit=ends.dtype == torch.int64,
@@ -83,6 +86,9 @@ class FusedBackend:
             block_rows=work.block_rows,
             blocks=address(work.blocks),
             block_count=address(work.length),
+            flags=address(work.flags),
+            starts=address(starts),
+            places=address(places),
             **launch,
         )
         scale = call.a_scale
@@ -93,7 +99,9 @@ class FusedBackend:
             index = index.to(torch.int32)
         # Its low half is what an int64 end has in its first four bytes: fewer than 2^31 rows.
         count = address(ends[-1:])
-        a = _prepare(call.a, rows, problem.quantizes, scale, index, None, count)
+        order = _order_for(call.b, device)
+        to = _Places(work.places, starts=starts, places=places)
+        a = _prepare(call.a, order, rows, problem.quantizes, to, scale, index, None, count)
         _gemm(work, a, None, call.b, call.out, alpha=call.alpha, bias=call.bias)
 
     def moe(self, problem: MoEProblem, call: MoECall) -> None:
@@ -113,22 +121,58 @@ class _WorkList(NamedTuple):
 
     blocks: torch.Tensor
     length: torch.Tensor
+    flags: torch.Tensor
+    """(2, MAX_SHARERS) int32, of which each GEMM takes a row; zeroed with the list."""
     block_rows: int
     expected: int
+    places: int
+    """Most places that an image of the rows can have: groups of eight, an expert's rows together."""
 
     @staticmethod
-    def empty(rows: int, experts: int, device: torch.device) -> _WorkList:
-        block_rows = _C.row_block_size(rows=rows, experts=experts)
+    def empty(
+        rows: int, experts: int, device: torch.device, weights: tuple[Operand, ...]
+    ) -> _WorkList:
+        """Room for any routing of `rows`, for GEMMs with these weights."""
+        order = min(_order_for(w, device) for w in weights)
+        block_rows = _C.row_block_size(rows=rows, experts=experts, order=order)
         most = _C.max_row_blocks(rows=rows, experts=experts, block_rows=block_rows)
         words = max(most, 1) * _C.ROW_BLOCK_BYTES // 4
-        memory = torch.empty(words + 4, dtype=torch.int32, device=device)
+        most_flags = 2 * _C.MAX_SHARERS
+        memory = torch.empty(4 + most_flags + words, dtype=torch.int32, device=device)
+        flags, blocks = memory[4 : 4 + most_flags].view(2, -1), memory[4 + most_flags :]
         expected = _C.expected_row_blocks(rows=rows, experts=experts, block_rows=block_rows)
-        return _WorkList(memory[4:], memory[:1], block_rows, expected)
+        places = 8 * _C.max_row_blocks(rows=rows, experts=experts, block_rows=8)
+        return _WorkList(blocks, memory[:1], flags, block_rows, expected, places)
+
+
+def _view(weights: Operand) -> _C.Nvfp4View:
+    assert isinstance(weights, NVFP4Tensor)
+    return nvfp4_view(weights.codes, weights.scales, weights.global_scale)
+
+
+def _order_for(weights: Operand, device: torch.device) -> _C.PreparedOrder:
+    """The order of activations for a GEMM with these weights, and so which kernel runs it.
+
+    It hangs on shape, alignment and device; no bit of the result hangs on it.
+    """
+    wgmma = _C.can_wgmma(device=device.index, b=_view(weights), k=weights.shape[2])
+    return _C.PreparedOrder.WGMMA if wgmma else _C.PreparedOrder.MMA
+
+
+class _Places(NamedTuple):
+    """Where rows go in an image; see Places in csrc/cuda/quantize.h."""
+
+    count: int
+    row_place: torch.Tensor | None = None
+    slot_row: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+    places: torch.Tensor | None = None
 
 
 class _Prepared(NamedTuple):
     """The fused kernel's activations, and their rows' global scales."""
 
+    order: _C.PreparedOrder
     values: torch.Tensor
     global_scale: torch.Tensor | None
 
@@ -139,8 +183,10 @@ def _padded(k: int) -> int:
 
 def _prepare(
     x: Operand,
+    order: _C.PreparedOrder,
     rows: int,
     quantize: bool,
+    to: _Places,
     given: torch.Tensor | None = None,
     index: torch.Tensor | None = None,
     source: torch.Tensor | None = None,
@@ -151,7 +197,8 @@ def _prepare(
     exact = quantize or isinstance(x, NVFP4Tensor)
     assert exact or isinstance(x, torch.Tensor)
     dtype = torch.bfloat16 if exact else x.dtype  # type: ignore[union-attr]
-    values = torch.empty(rows, _padded(k), dtype=dtype, device=x.device)
+    stored = to.count if order == _C.PreparedOrder.WGMMA else rows
+    values = torch.empty(stored, _padded(k), dtype=dtype, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device) if quantize else None
     if isinstance(x, NVFP4Tensor):
         view: _C.Nvfp4View | _C.DenseView = nvfp4_view(x.codes, x.scales, x.global_scale)
@@ -160,6 +207,13 @@ def _prepare(
         view = dense_view("activations", x)
     _C.cuda_prepare(
         x=view,
+        prepared=order,
+        row_place=address(to.row_place),
+        slot_row=address(to.slot_row),
+        top_k=0 if to.slot_row is None else to.slot_row.shape[1],
+        starts=address(to.starts),
+        places=address(to.places),
+        experts=0 if to.places is None else to.places.shape[0] - 1,
         quantize=quantize,
         rows=rows,
         k=k,
@@ -172,7 +226,7 @@ def _prepare(
         out=address(values),
         **cuda_launch(x.device),
     )
-    return _Prepared(values, scales)
+    return _Prepared(order, values, scales)
 
 
 def _gemm(
@@ -185,20 +239,33 @@ def _gemm(
     alpha: torch.Tensor | None = None,
     order: str | None = None,
     bias: torch.Tensor | None = None,
+    second: bool = False,
+    gated: _C.PreparedOrder | None = None,
+    limit: _C.ExpertParameter | None = None,
 ) -> None:
-    assert isinstance(b, NVFP4Tensor)
+    """One launch.  `second`: of two over a work list; `gated`: `out` is u in that order, not h."""
+    scratch = torch.empty(
+        _C.scratch_bytes(
+            device=out.device.index, order=a.order, k=b.shape[2], block_rows=work.block_rows
+        ),
+        dtype=torch.uint8,
+        device=out.device,
+    )
+    # Each GEMM here follows a kernel of ours that follows the one that made the work list.
     _C.cuda_fused_gemm(
+        prepared=a.order,
         n=b.shape[1],
         k=b.shape[2],
         blocks=address(work.blocks),
         block_count=address(work.length),
         block_rows=work.block_rows,
         expected_blocks=work.expected,
+        list_is_older=True,
         a=address(a.values),
         a_type=DTYPES[a.values.dtype],
         row_index=address(row_index),
         a_global=address(a.global_scale),
-        b=nvfp4_view(b.codes, b.scales, b.global_scale),
+        b=_view(b),
         alpha=address(alpha),
         alpha_expert_stride=alpha.stride(0) if alpha is not None else 0,
         order=GATE_ORDERS[order],
@@ -207,6 +274,10 @@ def _gemm(
         out=address(out),
         out_type=DTYPES[out.dtype],
         out_row_stride=row_strides("out", out)[1],
+        gated=gated,
+        limit=limit,
+        shared_sums=address(scratch),
+        shared_flags=address(work.flags[int(second)]),
         **cuda_launch(out.device),
     )
 
@@ -219,6 +290,8 @@ class _Routes(NamedTuple):
     expert: torch.Tensor
     slot_row: torch.Tensor
     """(T, k) int32."""
+    place: torch.Tensor
+    """(T * k,) int32, the first `rows` of them: where each row goes in an image."""
     work: _WorkList
 
 
@@ -249,10 +322,10 @@ def _route(problem: MoEProblem, call: MoECall) -> _Routes:
     device = call.hidden.device
     ids = call.topk_ids.contiguous()
     slots = ids.numel()
-    work = _WorkList.empty(slots, problem.experts, device)
-    memory = torch.empty(3 * slots + 4, dtype=torch.int32, device=device)
-    rows, rest = memory[:1], memory[4:]
-    token, expert, slot_row = rest[:slots], rest[slots : 2 * slots], rest[2 * slots :]
+    work = _WorkList.empty(slots, problem.experts, device, (call.w13, call.w2))
+    memory = torch.empty(4 * slots + 4, dtype=torch.int32, device=device)
+    rows = memory[:1]
+    token, expert, slot_row, place = memory[4:].view(4, slots).unbind()
     _C.cuda_route(
         ids=address(ids),
         ids_are_64_bit=ids.dtype == torch.int64,
@@ -265,22 +338,47 @@ def _route(problem: MoEProblem, call: MoECall) -> _Routes:
         row_token=address(token),
         row_expert=address(expert),
         slot_row=address(slot_row),
+        row_place=address(place),
         blocks=address(work.blocks),
         block_count=address(work.length),
+        flags=address(work.flags),
         **cuda_launch(device),
     )
-    return _Routes(rows, token, expert, slot_row.view(ids.shape), work)
+    return _Routes(rows, token, expert, slot_row.view(ids.shape), place, work)
 
 
-def run_block(problem: MoEProblem, call: MoECall) -> _Stages:
-    """The block, stage by stage, as numerics.md section 5 has it."""
+def _gates(problem: MoEProblem, call: MoECall, first: _C.PreparedOrder) -> bool:
+    """Whether w13's GEMM applies the activation itself, which changes no bit.
+
+    It has one thread hold gate and up of a column; a rounding to NVFP4 needs the whole row first.
+    """
+    return (
+        not problem.quantizes
+        and first == _C.PreparedOrder.WGMMA
+        and problem.activation == "silu"
+        and problem.order in ("gate_up", "up_gate")
+        and isinstance(call.alpha, float)
+        and isinstance(call.beta, float)
+        and (call.alpha, call.beta) == (1.0, 0.0)
+        and problem.intermediate % _C.PREPARED_K == 0
+    )
+
+
+def run_block(problem: MoEProblem, call: MoECall, *, keep_h: bool = False) -> _Stages:
+    """The block, stage by stage, as numerics.md section 5 has it.
+
+    Without `keep_h`, h may never be in memory.
+    """
     tokens, hidden = call.hidden.shape
     device = call.hidden.device
     slots = tokens * problem.top_k
     x = call.hidden
-    h = torch.empty(slots, call.w13.shape[1], dtype=torch.float32, device=device)
-    z = torch.empty(slots, hidden, dtype=torch.float32, device=device)
     routes = _route(problem, call)
+    order = _order_for(call.w13, device)
+    gates = not keep_h and _gates(problem, call, order)
+    n = 0 if gates else call.w13.shape[1]
+    h = torch.empty(slots, n, dtype=torch.float32, device=device)
+    z = torch.empty(slots, hidden, dtype=torch.float32, device=device)
     if tokens == 0:
         return _Stages(x, routes, h, z)
     if call.router_weight_on_input:
@@ -289,23 +387,31 @@ def run_block(problem: MoEProblem, call: MoECall) -> _Stages:
     # Rows that share a scale are rounded once a token; those of per-expert scales once a row.
     if problem.quantizes and call.a1_scale is not None and call.a1_scale.ndim:
         count = address(routes.rows)
-        a1 = _prepare(x, slots, True, call.a1_scale, routes.expert, routes.token, count)
+        to = _Places(routes.work.places, routes.place)
+        a1 = _prepare(x, order, slots, True, to, call.a1_scale, routes.expert, routes.token, count)
         index = None
     else:
-        a1 = _prepare(x, tokens, problem.quantizes, call.a1_scale)
+        to = _Places(routes.work.places, routes.place, routes.slot_row)
+        a1 = _prepare(x, order, tokens, problem.quantizes, to, call.a1_scale)
         index = routes.token
+    second = _order_for(call.w2, device)
+    width = problem.intermediate if gates else 0
+    places = routes.work.places if second == _C.PreparedOrder.WGMMA else slots
+    u = torch.empty(places, width, dtype=a1.values.dtype, device=device)
     _gemm(
         routes.work,
         a1,
         index,
         call.w13,
-        h,
+        u if gates else h,
         alpha=call.gate_up_scales,
         order=problem.order,
         bias=call.w13_bias,
+        gated=second if gates else None,
+        limit=expert_parameter(call.limit) if gates and call.limit is not None else None,
     )
-    a2 = activate(problem, call, h, routes)
-    _gemm(routes.work, a2, None, call.w2, z, bias=call.w2_bias)
+    a2 = _Prepared(second, u, None) if gates else activate(problem, call, h, routes)
+    _gemm(routes.work, a2, None, call.w2, z, bias=call.w2_bias, second=True)
     weights = None if call.router_weight_on_input else call.topk_weights.contiguous()
     _C.cuda_combine(
         z=address(z),
@@ -330,6 +436,7 @@ def activate(
     form: _C.ActivationForm | None = None,
 ) -> _Prepared:
     """Gate and up to w2's operand, or with a `form` of the caller's to that."""
+    order = _order_for(call.w2, h.device)
     slots, device, given = h.shape[0], h.device, call.a2_scale
     if form is None:
         form = _C.ActivationForm.ROUNDED if problem.quantizes else _C.ActivationForm.HALF
@@ -338,7 +445,8 @@ def activate(
         out = torch.empty(slots, problem.intermediate, dtype=torch.float32, device=device)
     else:
         dtype = torch.bfloat16 if problem.quantizes else problem.dtype
-        out = torch.empty(slots, _padded(problem.intermediate), dtype=dtype, device=device)
+        stored = routes.work.places if order == _C.PreparedOrder.WGMMA else slots
+        out = torch.empty(stored, _padded(problem.intermediate), dtype=dtype, device=device)
         if problem.quantizes:
             scales = torch.empty(slots, dtype=torch.float32, device=device)
     _C.cuda_activate(
@@ -354,13 +462,15 @@ def activate(
         limit=None if call.limit is None else expert_parameter(call.limit),
         form=form,
         type=DTYPES[out.dtype],
+        prepared=order,
+        row_place=address(routes.place),
         given=address(given),
         given_stride=given.stride(0) if given is not None and given.ndim else 0,
         global_out=address(scales),
         out=address(out),
         **cuda_launch(device),
     )
-    return _Prepared(out, scales)
+    return _Prepared(order, out, scales)
 
 
 def _scale_rows(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ def host_trace(problem: MoEProblem, call: MoECall) -> MoETrace:
     The operands never exist as NVFP4 tensors in this backend; they are quantized once more here, by
     the same arithmetic.
     """
-    stages = run_block(problem, call)
+    stages = run_block(problem, call, keep_h=True)
     routes = stages.routes
     rows = int(routes.rows)
     token = routes.token[:rows].to("cpu", torch.int64)
