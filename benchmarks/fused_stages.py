@@ -13,7 +13,7 @@ import torch
 from benchmarks.layers import Batch, MoEBatch, MoELayer
 from benchmarks.prepared import Recipe, Stage
 from benchmarks.timing import Call
-from fp4lt._interop import address
+from fp4lt import _C
 from fp4lt.backends import fused
 from fp4lt.block import moe_call, moe_problem
 from fp4lt.problem import MoECall, MoEProblem
@@ -24,8 +24,9 @@ class _Pass(NamedTuple):
 
     problem: MoEProblem
     call: MoECall
-    routes: fused._Routes
-    a1: fused._Prepared
+    work: fused._WorkList
+    routes: fused.Routes
+    a1: fused.Rows
     row_index: torch.Tensor | None
 
     def gemm1(self) -> torch.Tensor:
@@ -33,7 +34,7 @@ class _Pass(NamedTuple):
         call = self.call
         h = self._empty(call.w13.shape[1])
         fused._gemm(
-            self.routes.work,
+            self.work,
             self.a1,
             self.row_index,
             call.w13,
@@ -44,14 +45,20 @@ class _Pass(NamedTuple):
         )
         return h
 
-    def activated(self) -> fused._Prepared:
+    def activated(self) -> fused.Rows:
         """w2's operand."""
-        return fused.activate(self.problem, self.call, self.gemm1(), self.routes)
+        image = fused._image(self.work, self.routes) if self.images else None
+        return fused.activate(self.problem, self.call, self.gemm1(), self.routes, image=image)
 
-    def gemm2(self, a2: fused._Prepared) -> torch.Tensor:
+    @property
+    def images(self) -> bool:
+        """Whether w2's GEMM takes an image."""
+        return fused._form(self.call.w2, self.call.hidden.device) == _C.RowForm.IMAGE
+
+    def gemm2(self, a2: fused.Rows) -> torch.Tensor:
         """(T * k, H) float32."""
         z = self._empty(self.problem.hidden)
-        fused._gemm(self.routes.work, a2, None, self.call.w2, z, bias=self.call.w2_bias)
+        fused._gemm(self.work, a2, None, self.call.w2, z, bias=self.call.w2_bias, second=True)
         return z
 
     def _empty(self, width: int) -> torch.Tensor:
@@ -60,16 +67,14 @@ class _Pass(NamedTuple):
 
 
 def _pass(problem: MoEProblem, call: MoECall) -> _Pass:
-    routes = fused._route(problem, call)
+    slots, device = call.topk_ids.numel(), call.hidden.device
+    work = fused._WorkList.empty(slots, problem.experts, device, (call.w13, call.w2))
+    routes = fused.route(problem, call, work.blocks, work.length, work.block_rows, work.flags)
     x = call.hidden
     if call.router_weight_on_input:
-        x = fused._scale_rows(x, call.topk_weights)
-    if problem.quantizes and call.a1_scale is not None and call.a1_scale.ndim:
-        slots, count = call.topk_ids.numel(), address(routes.rows)
-        a1 = fused._prepare(x, slots, True, call.a1_scale, routes.expert, routes.token, count)
-        return _Pass(problem, call, routes, a1, None)
-    a1 = fused._prepare(x, x.shape[0], problem.quantizes, call.a1_scale)
-    return _Pass(problem, call, routes, a1, routes.token)
+        x = fused.scale_rows(x, call.topk_weights)
+    a1, index = fused.first_operand(problem, call, work, routes, x)
+    return _Pass(problem, call, work, routes, a1, index)
 
 
 def passes(layer: MoELayer, recipe: Recipe, batch: Batch) -> list[_Pass]:
@@ -79,7 +84,7 @@ def passes(layer: MoELayer, recipe: Recipe, batch: Batch) -> list[_Pass]:
     given = (batch.x, weights, router.weights, router.ids)
     problem = moe_problem(*given, recipe)
     call = moe_call(problem, *given, layer.router_weight_on_input, None)
-    return [_pass(problem, part) for part in fused._passes(problem, call)]
+    return [_pass(problem, part) for part in fused.passes(problem, call)]
 
 
 def gemms(layer: MoELayer, recipe: Recipe) -> tuple[Stage, Stage]:

@@ -10,15 +10,20 @@ void bind_operands(py::module_& m) {
       .value("PREPARED", cuda::RowForm::kPrepared)
       .value("PLAIN", cuda::RowForm::kPlain)
       .value("CODES", cuda::RowForm::kCodes)
+      .value("IMAGE", cuda::RowForm::kImage)
       .finalize();
   py::class_<cuda::OperandRows>(m, "OperandRows", "Where the rows of an operand go.")
       .def(py::init([](cuda::RowForm form, uintptr_t values, int64_t width, uintptr_t scales,
-                       uintptr_t scale_row) {
-             return cuda::OperandRows{form, pointer<void>(values), width, pointer<uint8_t>(scales),
-                                      pointer<const int>(scale_row)};
+                       uintptr_t scale_row, uintptr_t place) {
+             return cuda::OperandRows{form,
+                                      pointer<void>(values),
+                                      width,
+                                      pointer<uint8_t>(scales),
+                                      pointer<const int>(scale_row),
+                                      pointer<const int>(place)};
            }),
            py::kw_only(), py::arg("form"), py::arg("values"), py::arg("width"), py::arg("scales"),
-           py::arg("scale_row"));
+           py::arg("scale_row"), py::arg("place"));
   py::class_<cuda::Finish>(m, "Finish", "Factors and biases that turn sums into results.")
       .def(py::init([](uintptr_t a_global, uintptr_t row_index, uintptr_t b_global,
                        int64_t b_stride, uintptr_t alpha, int64_t alpha_expert_stride,

@@ -38,9 +38,7 @@ void untile_scales(int, const uint8_t*, int64_t, int64_t, int64_t, uint8_t*, Str
 void prepare(int, const PrepareArgs&, Stream) { refuse("prepare"); }
 
 void route(int, const RouteArgs&, Stream) { refuse("route"); }
-void plan_blocks(int, const void*, bool, int64_t, int64_t, int, RowBlock*, int*, Stream) {
-  refuse("plan_blocks");
-}
+void plan_blocks(int, const PlanArgs&, Stream) { refuse("plan_blocks"); }
 void activate(int, const ActivationArgs&, Stream) { refuse("activate"); }
 void combine(int, const CombineArgs&, Stream) { refuse("combine"); }
 void scale_rows(int, const DenseView&, const float*, int64_t, int64_t, void*, Stream) {
@@ -57,5 +55,8 @@ void clear_tiles(int, const int*, int64_t, int64_t, int64_t, uint8_t*, Stream) {
 void expand(int, const ExpandArgs&, Stream) { refuse("expand"); }
 
 void fused_gemm(int, const FusedGemmArgs&, Stream) { refuse("fused_gemm"); }
+bool can_gate(const FusedGemmArgs&) { return false; }
+int64_t scratch_bytes(int, RowForm, int64_t, int) { return 0; }
+bool can_wgmma(int, const Nvfp4View&, int64_t) { return false; }
 
 }  // namespace fp4lt::cuda

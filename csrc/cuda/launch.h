@@ -9,7 +9,7 @@ namespace fp4lt::cuda {
 
 struct DeviceTraits {
   int multiprocessors;
-  int major;
+  int major, minor;
   int64_t shared_bytes;  // most that a block may opt in to
 };
 
@@ -21,7 +21,7 @@ const DeviceTraits& traits(int device);
 // memory.  `device` is current.
 template <typename... Parameters, typename... Arguments>
 void launch(int device, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
-            cudaStream_t stream, Arguments... arguments) {
+            cudaStream_t stream, const Arguments&... arguments) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/scale_layout.h"
+#include "cuda/activation.cuh"
 #include "cuda/launch.h"
 #include "cuda/moe.h"
 #include "cuda/operand.cuh"
@@ -8,14 +9,6 @@ namespace fp4lt::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-
-// x * sigmoid(x) within 4 ulp.  For negative x through exp(x) = exp(x/2)^2, multiplied into x one
-// after the other: nothing underflows before the result does.
-__device__ __forceinline__ float silu(float x) {
-  if (x >= 0.0f) return x / (1.0f + expf(-x));
-  const float half = expf(0.5f * x);
-  return x * half / (1.0f + half * half) * half;
-}
 
 __device__ __forceinline__ double sigmoid(double x) {
   if (x >= 0) return 1.0 / (1.0 + exp(-x));
@@ -44,10 +37,7 @@ struct Parameters {
 
 __device__ __forceinline__ float element(const ActivationArgs& a, const Parameters& p, float gate,
                                          float up) {
-  // Written so that a NaN passes through.
-  if (p.limited && gate > p.limit) gate = p.limit;
-  if (p.limited && up > p.limit) up = p.limit;
-  if (p.limited && up < -p.limit) up = -p.limit;
+  if (p.limited) limit_gate_and_up(p.limit, gate, up);
   if (p.plain) {
     const float s = silu(gate);
     return a.order == GateOrder::kNone ? s : __fmul_rn(s, up);

@@ -23,15 +23,28 @@ struct RouteArgs {
   int* row_expert;   // first M: its local expert
   int* slot_row;     // (T, k): the row of each slot, or -1
   int* ends;         // (experts,): end offset of each expert's rows; may be null
-  RowBlock* blocks;  // may be null: no work list
+  int* row_place;    // first M: where the row goes in an image (fused/prepared.h); may be null
+  RowBlock* blocks;  // may be null: no work list, nor row_place
   int* block_count;
+  int* flags;  // with blocks: 2 kMaxSharers words, set to zero for the two GEMMs that follow
 };
 void route(int device, const RouteArgs& args, Stream stream);
 
 // The work list of rows that are sorted already.  Offsets that decrease or pass `rows` are cut: on
-// the device nobody can be told.
-void plan_blocks(int device, const void* ends, bool ends_are_64_bit, int64_t experts, int64_t rows,
-                 int block_rows, RowBlock* blocks, int* block_count, Stream stream);
+// the device nobody can be told.  Expert e's rows begin at starts[e], and starts[E] is their number;
+// in an image they begin at places[e].
+struct PlanArgs {
+  const void* ends;
+  bool ends_are_64_bit;
+  int64_t experts, rows;
+  int block_rows;
+  RowBlock* blocks;
+  int* block_count;
+  int* flags;   // as in RouteArgs
+  int* starts;  // (E + 1,)
+  int* places;  // (E,)
+};
+void plan_blocks(int device, const PlanArgs& args, Stream stream);
 
 // u = act(gate) * (up + beta) of the CPU's ActivationArgs, into one of three forms.
 enum class ActivationForm : int {

@@ -106,9 +106,9 @@ __device__ __forceinline__ void expand_block(uint2 codes, uint8_t scale, uint4 (
   for (int half = 0; half < 2; ++half) {
     const uint32_t word = half == 0 ? codes.x : codes.y;
     uint32_t pair[4];  // k and k + 4
+    Dequant<T>::place(word, pair);
     for (int i = 0; i < 4; ++i) {
-      const uint32_t v = Dequant<T>::place(word << (12 - 4 * i));
-      pair[i] = ptx::multiply2(ptx::multiply2(v, s, T{}), kUndo, T{});
+      pair[i] = ptx::multiply2(ptx::multiply2(pair[i], s, T{}), kUndo, T{});
       if (scale == kScaleNan) pair[i] = kNan;
     }
     out[half] =

@@ -19,9 +19,13 @@ __device__ __forceinline__ uint8_t* scale_at(const OperandRows& to, int64_t row,
 // 16-bit values of one block; not for kCodes.
 __device__ __forceinline__ void store_halves(const OperandRows& to, int64_t row, int64_t block,
                                              const uint16_t (&h)[16]) {
+  if (to.form == RowForm::kImage) {
+    store_image(to.values, to.place[row], to.width, block, h);
+    return;
+  }
   uint16_t* at = static_cast<uint16_t*>(to.values) + row * to.width + block * kBlock;
   if (to.form == RowForm::kPrepared) {
-    store_prepared(at, h);
+    store_prepared(static_cast<uint16_t*>(to.values) + row * to.width, block, h);
     return;
   }
   uint32_t word[8];
@@ -41,6 +45,15 @@ __device__ __forceinline__ void store_padding(const OperandRows& to, int64_t row
   }
 }
 
+// The products code * scale of one block in bf16, where all of them are exact.
+__device__ __forceinline__ void block_products(const unsigned (&code)[16], uint8_t scale,
+                                               uint16_t (&h)[16]) {
+  const float s = decode_e4m3(scale);
+  for (int i = 0; i < 16; ++i) {
+    h[i] = __bfloat16_as_ushort(__float2bfloat16_rn(decode_e2m1(code[i]) * s));
+  }
+}
+
 // A block of NVFP4: as codes, or as products, all of which are exact in bf16.
 __device__ __forceinline__ void store_nvfp4(const OperandRows& to, int64_t row, int64_t block,
                                             const unsigned (&code)[16], uint8_t scale) {
@@ -51,11 +64,8 @@ __device__ __forceinline__ void store_nvfp4(const OperandRows& to, int64_t row, 
     *scale_at(to, row, block) = scale;
     return;
   }
-  const float s = decode_e4m3(scale);
   uint16_t h[16];
-  for (int i = 0; i < 16; ++i) {
-    h[i] = __bfloat16_as_ushort(__float2bfloat16_rn(decode_e2m1(code[i]) * s));
-  }
+  block_products(code, scale, h);
   store_halves(to, row, block, h);
 }
 

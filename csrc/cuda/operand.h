@@ -13,6 +13,7 @@ enum class RowForm : int {
   kPrepared = 0,  // 16-bit, in the fused kernel's order (fused/gemm.h)
   kPlain = 1,     // 16-bit, in order
   kCodes = 2,     // NVFP4: codes, and scales in tiles
+  kImage = 3,     // 16-bit, as wgmma wants shared memory to be (fused/prepared.h)
 };
 
 // Where the rows of an operand go.
@@ -22,6 +23,7 @@ struct OperandRows {
   int64_t width;         // K with its padding, which is zero; K itself for kCodes
   uint8_t* scales;       // kCodes; blocks of padding are written as zero
   const int* scale_row;  // kCodes: the tiles' row that each row's scales belong in
+  const int* place;      // kImage: the place that each row has
 };
 
 // y = f * c + bias[e, n], f = (a_global[row] * b_global[e]) * alpha[e, class(n)], each operation

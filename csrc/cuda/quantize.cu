@@ -117,19 +117,51 @@ struct PrepareKernelArgs {
   int64_t given_stride;
   float* global_out;
   OperandRows out;
+  const int* slot_row;
+  int64_t top_k;
+  const int *starts, *places;
+  int64_t experts;
 };
+
+// Where sorted row `row` goes in an image; asked by all threads of a block.
+__device__ int place_of_sorted(const PrepareKernelArgs& a, int row, int* found) {
+  for (int e = threadIdx.x; e < a.experts; e += kThreads) {
+    if (a.starts[e] <= row && row < a.starts[e + 1]) *found = a.places[e] + row - a.starts[e];
+  }
+  __syncthreads();
+  return *found;
+}
+
+// One block of row `row` to all its places in an image; `place`: where there is one, without slots.
+__device__ void store_places(const PrepareKernelArgs& a, int row, int place, int64_t block,
+                             const uint16_t (&h)[16]) {
+  if (a.slot_row == nullptr) {
+    store_image(a.out.values, place, a.out.width, block, h);
+    return;
+  }
+  for (int64_t j = 0; j < a.top_k; ++j) {
+    const int routed = a.slot_row[row * a.top_k + j];
+    if (routed >= 0) store_image(a.out.values, a.out.place[routed], a.out.width, block, h);
+  }
+}
 
 enum class Source { kCopy, kRound, kNvfp4 };
 
 template <Source S>
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const PrepareKernelArgs a) {
   __shared__ float scratch[33];
+  __shared__ int found;
   ptx::wait_for_previous_kernel();
   ptx::allow_next_kernel();
   const int row = blockIdx.x;
   if (a.count != nullptr && row >= *a.count) return;
   const int64_t from = a.source != nullptr ? a.source[row] : row;
   const int64_t blocks = a.k / kBlock, all = blocks_of(a.out);
+  const bool image = a.out.form == RowForm::kImage;
+  int place = 0;
+  if (image && a.slot_row == nullptr) {
+    place = a.out.place != nullptr ? a.out.place[row] : place_of_sorted(a, row, &found);
+  }
   float v[16];
   float g = 1.0f;
   if constexpr (S == Source::kRound) {
@@ -154,7 +186,11 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const PrepareKernelAr
       const auto* x = static_cast<const uint16_t*>(a.dense.data) + from * a.dense.row_stride;
       uint16_t h[16];
       for (int i = 0; i < 16; ++i) h[i] = x[b * kBlock + i];
-      store_halves(a.out, row, b, h);
+      if (image) {
+        store_places(a, row, place, b, h);
+      } else {
+        store_halves(a.out, row, b, h);
+      }
     } else {
       unsigned code[16];
       uint8_t scale;
@@ -166,7 +202,13 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const PrepareKernelAr
         const uint8_t* codes = a.nvfp4.codes + from * (a.k / 2) + b * (kBlock / 2);
         for (int i = 0; i < 16; ++i) code[i] = codes[i / 2] >> (i % 2 * 4) & 15u;
       }
-      store_nvfp4(a.out, row, b, code, scale);
+      if (image) {
+        uint16_t h[16];
+        block_products(code, scale, h);
+        store_places(a, row, place, b, h);
+      } else {
+        store_nvfp4(a.out, row, b, code, scale);
+      }
     }
   }
 }
@@ -239,6 +281,11 @@ void prepare(int device, const PrepareArgs& p, Stream stream) {
   a.given_stride = p.given_stride;
   a.global_out = p.global_out;
   a.out = p.out;
+  a.slot_row = p.slot_row;
+  a.top_k = p.top_k;
+  a.starts = p.starts;
+  a.places = p.places;
+  a.experts = p.experts;
   auto kernel = prepare_kernel<Source::kNvfp4>;
   if (const auto* dense = std::get_if<DenseView>(&p.x)) {
     a.dense = *dense;

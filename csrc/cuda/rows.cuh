@@ -77,17 +77,35 @@ __device__ __forceinline__ float block_max(float v, float* scratch) {
   return scratch[32];
 }
 
-// 16-bit values of one block, in the order of prepared_order().
-__device__ __forceinline__ void store_prepared(uint16_t* to, const uint16_t (&h)[16]) {
-  uint32_t word[8];
-  for (int i = 0; i < 8; ++i) {
-    const int half = i / 4 * 8;
-    word[i] = h[half + prepared_order(i % 4 * 2)] |
-              static_cast<uint32_t>(h[half + prepared_order(i % 4 * 2 + 1)]) << 16;
+// The pairs of eight neighbours, in the order of place() in fused/dequant.cuh.
+__device__ __forceinline__ void pairs_of(const uint16_t (&h)[16], int half, uint32_t (&pair)[4]) {
+  for (int i = 0; i < 4; ++i) {
+    pair[i] = h[half * 8 + i] | static_cast<uint32_t>(h[half * 8 + i + 4]) << 16;
   }
-  auto* out = reinterpret_cast<uint4*>(to);
-  out[0] = make_uint4(word[0], word[1], word[2], word[3]);
-  out[1] = make_uint4(word[4], word[5], word[6], word[7]);
+}
+
+// Block `b` of a row for mma.sync (fused/prepared.h).
+__device__ __forceinline__ void store_prepared(uint16_t* row, int64_t b, const uint16_t (&h)[16]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t pair[4];
+    pairs_of(h, half, pair);
+    *reinterpret_cast<uint4*>(reinterpret_cast<uint32_t*>(row) + mma_pair(b * 2 + half, 0)) =
+        make_uint4(pair[0], pair[1], pair[2], pair[3]);
+  }
+}
+
+// Block `b` of the row at `place` of an image for wgmma.
+__device__ __forceinline__ void store_image(void* image, int64_t place, int64_t padded_k, int64_t b,
+                                            const uint16_t (&h)[16]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t pair[4];
+    pairs_of(h, half, pair);
+    for (int i = 0; i < 4; ++i) {
+      static_cast<uint32_t*>(image)[wgmma_pair(place, padded_k, b * 2 + half, i)] = pair[i];
+    }
+  }
 }
 
 __device__ __forceinline__ uint64_t pack_codes(const unsigned (&code)[16]) {

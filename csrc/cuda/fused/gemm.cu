@@ -3,8 +3,10 @@
 #include <atomic>
 
 #include "cuda/fused/gemm.h"
+#include "cuda/fused/hopper.cuh"
 #include "cuda/fused/split.cuh"
 #include "cuda/fused/stream.cuh"
+#include "cuda/fused/tensor_map.h"
 #include "cuda/launch.h"
 
 namespace fp4lt::cuda {
@@ -46,6 +48,33 @@ void start_split(int device, FusedKernelArgs args, Stream stream) {
   launch(device, kKernel, dim3(blocks), dim3(warps * 32), warps * kWarpBytes, stream, args);
 }
 
+template <typename T, int NT, bool Gated>
+void start_hopper(int device, FusedKernelArgs args, Stream stream) {
+  constexpr auto kKernel = hopper_kernel<T, NT, Gated>;
+  constexpr int kShared = HopperLayout<NT, Gated>::kBytes;
+  args.tiles = static_cast<int>(Gated ? args.p.n / kTileRows : ceil_div(args.p.n, kTileRows));
+  const CUtensorMap map =
+      code_map(args.p.b, args.p.n, args.row_bytes, Gated ? kGatedRows : kTileRows);
+  const int blocks = resident_blocks<kKernel>(device, kHopperThreads, kShared);
+  launch(device, kKernel, dim3(blocks), dim3(kHopperThreads), kShared, stream, map, args);
+}
+
+template <typename T, bool Gated>
+void start_hopper_rows(int device, const FusedKernelArgs& args, Stream stream) {
+  switch (args.p.block_rows) {
+    case 8:
+      return start_hopper<T, 1, Gated>(device, args, stream);
+    case 16:
+      return start_hopper<T, 2, Gated>(device, args, stream);
+    case 32:
+      return start_hopper<T, 4, Gated>(device, args, stream);
+    case 64:
+      return start_hopper<T, 8, Gated>(device, args, stream);
+    default:
+      return start_hopper<T, 16, Gated>(device, args, stream);
+  }
+}
+
 // The launch depends on shapes and on a guess at the work; none of it changes a bit of the result.
 template <typename T, bool Whole>
 void start(int device, const FusedKernelArgs& args, Stream stream) {
@@ -69,7 +98,13 @@ void start(int device, const FusedKernelArgs& args, Stream stream) {
 
 template <typename T>
 void start_type(int device, const FusedKernelArgs& args, Stream stream) {
-  if (args.wide && args.p.k % kStepK == 0) {
+  if (args.p.form == RowForm::kImage) {
+    if (args.p.gated) {
+      start_hopper_rows<T, true>(device, args, stream);
+    } else {
+      start_hopper_rows<T, false>(device, args, stream);
+    }
+  } else if (args.wide && args.p.k % kStepK == 0) {
     start<T, true>(device, args, stream);
   } else {
     start<T, false>(device, args, stream);
@@ -80,23 +115,53 @@ bool aligned(const void* at, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(at) % bytes == 0;
 }
 
+// Whether rows of codes begin at multiples of 16 bytes.
+bool is_wide(const Nvfp4View& b, int64_t k) {
+  return k % 32 == 0 && aligned(b.codes, 16) && b.codes_expert_stride % 16 == 0;
+}
+
 }  // namespace
+
+bool can_wgmma(int device, const Nvfp4View& b, int64_t k) {
+  // Code for sm_90a runs on compute capability 9.0 alone.
+  const DeviceTraits& d = traits(device);
+  return FP4LT_HAS_SM90A && d.major == 9 && d.minor == 0 && k % kStepK == 0 && is_wide(b, k) &&
+         2 * d.multiprocessors <= kMaxSharers;
+}
+
+bool can_gate(const FusedGemmArgs& p) {
+  return p.form == RowForm::kImage && p.n % kTileRows == 0 &&
+         (p.order == GateOrder::kGateUp || p.order == GateOrder::kUpGate);
+}
+
+int64_t scratch_bytes(int device, RowForm form, int64_t k, int block_rows) {
+  if (form == RowForm::kPrepared) return 0;
+  // Of each block of threads, all ranges but the first of a tile of fp32 sums.
+  const int64_t blocks = (block_rows <= 32 ? 2 : 1) * traits(device).multiprocessors;
+  return blocks * (partitions(k) - 1) * kTileRows * block_rows * 4;
+}
 
 void fused_gemm(int device, const FusedGemmArgs& p, Stream stream) {
   FP4LT_CHECK(aligned(p.b.scales, 16) && aligned(p.b.codes, 8) && p.b.codes_expert_stride % 8 == 0,
               "fused: codes must lie at multiples of 8 bytes and scales at multiples of 16; these "
               "do not: .clone() the tensor");
   const DeviceGuard guard(device);
+  FP4LT_CHECK(p.form == RowForm::kPrepared || can_wgmma(device, p.b, p.k),
+              "fused: activations are in wgmma's order, but these weights or this device cannot be "
+              "run by it");
+  FP4LT_CHECK(!p.gated || can_gate(p), "fused: this GEMM cannot apply the activation");
   FusedKernelArgs args{};
   args.p = p;
   args.steps = static_cast<int>(ceil_div(p.k, kStepK));
   args.parts = partitions(p.k);
+  args.parts_log2 = args.parts == 4 ? 2 : args.parts - 1;
   // Of a ragged last scale tile, the groups of 8 rows that the first quarter still reaches.
   args.tiles =
       static_cast<int>(p.n / kTileRows * 4 + std::min<int64_t>(ceil_div(p.n % kTileRows, 8), 4));
   args.padded = padded_blocks(p.k / kBlock);
   args.row_bytes = p.k / 2;
-  args.wide = p.k % 32 == 0 && aligned(p.b.codes, 16) && p.b.codes_expert_stride % 16 == 0;
+  args.weights_first = p.list_is_older;
+  args.wide = is_wide(p.b, p.k);
   if (p.a_type == DType::kBF16) {
     start_type<__nv_bfloat16>(device, args, stream);
   } else {

@@ -45,14 +45,13 @@ __global__ void __launch_bounds__(kSplitWarps * 32, NT == 1 ? 4 : 3)
     const int first_tile = item % groups * a.cta_tiles;
     const int active = (block.rows + 7) / 8;
     const T* x[NT];
-    bool valid[NT];
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
-      valid[nt] = nt * 8 + g < block.rows;
-      const int m = block.row0 + (valid[nt] ? nt * 8 + g : 0);
+      // A column that no row is for holds the first row's product; nobody stores it.
+      const int m = block.row0 + (nt * 8 + g < block.rows ? nt * 8 + g : 0);
       const int64_t row = p.row_index != nullptr ? p.row_index[m] : m;
       x[nt] = static_cast<const T*>(p.a) + row * (int64_t{a.steps} * kStepK) +
-              int64_t{first} * kStepK + t * 32;
+              int64_t{first} * kStepK + t * 8;
     }
     float sum[NT][2][4] = {};
 
@@ -69,8 +68,7 @@ __global__ void __launch_bounds__(kSplitWarps * 32, NT == 1 ? 4 : 3)
         for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            xv[nt][i] = valid[nt] ? __ldg(reinterpret_cast<const uint4*>(x[nt] + half * 128) + i)
-                                  : make_uint4(0, 0, 0, 0);
+            xv[nt][i] = __ldg(reinterpret_cast<const uint4*>(x[nt] + half * 128 + i * 32));
           }
         }
         const Fragment<T> weights = Fragment<T>::template load<Whole>(

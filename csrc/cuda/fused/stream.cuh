@@ -19,9 +19,9 @@ template <int NT>
 constexpr int kStreamSharedBytes = kStreamWarps * kStreamStages * kStageBytes +
                                    (kShareRows<NT> ? kStreamStages * NT * 8 * kRowBytes : 0);
 
-// Copies the rows of a block, step by step.  A row's 32 chunks of 16 bytes are stored with the two
-// low bits of their number flipped by its bit 3 and by the row's bit 0: the eight threads that read
-// at once (two rows, four quarters of 128 k) then meet eight different groups of banks.
+// Copies the rows of a block, step by step.  Of a row's 32 chunks of 16 bytes, the number's bit 2 is
+// flipped in odd rows: the eight threads that read at once (two rows, four neighbours) then meet
+// eight different groups of banks.
 template <typename T, int NT>
 class ActivationLoader {
  public:
@@ -30,7 +30,7 @@ class ActivationLoader {
       : a_(a), items_(items), groups_(groups) {
     const int chunk = threadIdx.x % 32, row = threadIdx.x / 32;
     // Rows of a thread are kStreamWarps apart, so their bit 0 is the same.
-    to_ = to + row * kRowBytes + (chunk ^ (chunk >> 3 & 1) ^ (row & 1) << 1) * 16;
+    to_ = to + row * kRowBytes + (chunk ^ (row & 1) << 2) * 16;
     item_ = items.first;
     seek();
   }
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kStreamWarps * 32, NT == 1   ? 4
   uint32_t x_at[4];  // of the chunk of word w, in the order in which they are stored
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
-    x_at[w] = rows + g * kRowBytes + t * 64 + (w ^ (t >> 1) ^ (g & 1) << 1) * 16;
+    x_at[w] = rows + g * kRowBytes + ((w * 4 + t) ^ (g & 1) << 2) * 16;
   }
   uint32_t slot = 0, x_slot = 0;
   for (int item = items.first; item < items.end; ++item) {
@@ -116,11 +116,11 @@ __global__ void __launch_bounds__(kStreamWarps * 32, NT == 1   ? 4
     float total[NT][2][4] = {};
     int range_end = a.steps / a.parts, range = 0;
     const T* x = nullptr;  // this thread's row, where rows are not shared
-    const bool valid = g < block.rows;
     if constexpr (!kShareRows<NT>) {
-      const int m = block.row0 + (valid ? g : 0);
+      // A column that no row is for holds the first row's product; nobody stores it.
+      const int m = block.row0 + (g < block.rows ? g : 0);
       const int64_t row = p.row_index != nullptr ? p.row_index[m] : m;
-      x = static_cast<const T*>(p.a) + row * (int64_t{a.steps} * kStepK) + t * 32;
+      x = static_cast<const T*>(p.a) + row * (int64_t{a.steps} * kStepK) + t * 8;
     }
 
     for (int step = 0; step < a.steps; ++step) {
@@ -137,8 +137,7 @@ __global__ void __launch_bounds__(kStreamWarps * 32, NT == 1   ? 4
         if constexpr (!kShareRows<NT>) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            own[i] = valid ? __ldg(reinterpret_cast<const uint4*>(x + half * 128) + i)
-                           : make_uint4(0, 0, 0, 0);
+            own[i] = __ldg(reinterpret_cast<const uint4*>(x + half * 128 + i * 32));
           }
         }
         const Fragment<T> weights = Fragment<T>::template load<Whole>(

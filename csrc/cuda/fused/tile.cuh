@@ -32,11 +32,13 @@ struct FusedKernelArgs {
   FusedGemmArgs p;
   int steps;          // kStepK steps of a row
   int parts;          // partitions(k)
+  int parts_log2;
   int tiles;          // 32-row tiles of N; where the last 128 rows are ragged, only those with rows
   int cta_tiles;      // tiles that a block of threads has at once
   int64_t padded;     // blocks of a padded scale row
   int64_t row_bytes;  // code bytes of a weight row
   bool wide;          // rows lie at multiples of 16 bytes
+  bool weights_first;  // the work list was there before the kernel before this one began
 };
 
 // A warp's sequence of items: first, first + stride, ... below end.
@@ -144,11 +146,31 @@ class Loader {
   const uint8_t* line_ = nullptr;
 };
 
+// Pairs of scale bytes, the first block's in the low half, to factors of T.
+template <typename T, int Count>
+__device__ __forceinline__ void decode_scales(const uint32_t (&both)[Count],
+                                              uint32_t (&scale)[Count]) {
+  uint32_t unusual = 0;
+#pragma unroll
+  for (int i = 0; i < Count; ++i) unusual |= unusual_scales(both[i]);
+  if ((unusual & 0x80808080u) != 0) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+      const uint32_t nan = ((both[i] & 0xFFu) == kScaleNan ? 0x7FFFu : 0u) |
+                           (both[i] >> 16 == kScaleNan ? 0x7FFF0000u : 0u);
+      scale[i] = Dequant<T>::scales(both[i]) | nan;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) scale[i] = Dequant<T>::normal_scales(both[i]);
+  }
+}
+
 // What a thread decodes of half a step: two blocks of its four rows.
 template <typename T>
 struct Fragment {
   uint4 row[4];
-  uint32_t scale[4][2];
+  uint32_t scale[4];  // of the first block in the low half, of the second in the high one
 
   // From the thread's slots of a half stage.  `left`: blocks that the matrix has from the first of
   // the two on.
@@ -164,35 +186,35 @@ struct Fragment {
       both[q] = __byte_perm(words[q], 0, pick);
       if (!Whole && left < 2) both[q] &= left == 1 ? 0xFFu : 0u;
     }
-    if (has_nan_scale(line)) {
+    decode_scales<T>(both, f.scale);
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const uint32_t nan = ((both[q] & 0xFFu) == kScaleNan ? 0x7FFFu : 0u) |
-                             (both[q] >> 16 == kScaleNan ? 0x7FFF0000u : 0u);
-        both[q] = Dequant<T>::scales(both[q]) | nan;
-      }
-    } else {
-#pragma unroll
-      for (int q = 0; q < 4; ++q) both[q] = Dequant<T>::scales(both[q]);
-    }
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      f.scale[q][0] = __byte_perm(both[q], both[q], 0x1010);
-      f.scale[q][1] = __byte_perm(both[q], both[q], 0x3232);
-      f.row[q] = ptx::load_shared16(slots + q * 512);
-    }
+    for (int q = 0; q < 4; ++q) f.row[q] = ptx::load_shared16(slots + q * 512);
     return f;
   }
 
-  // Word `w`: eight codes of each row under their scale, the operands of four mma.
-  __device__ __forceinline__ void decode(int w, uint32_t (&d)[4][4]) const {
+  // Word `W`: eight codes of each row under their scale, the operands of four mma.
+  template <int W>
+  __device__ __forceinline__ void decode(uint32_t (&d)[4][4]) const {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-      const uint32_t word = w == 0 ? row[q].x : w == 1 ? row[q].y : w == 2 ? row[q].z : row[q].w;
+      const uint32_t word = W == 0 ? row[q].x : W == 1 ? row[q].y : W == 2 ? row[q].z : row[q].w;
+      Dequant<T>::place(word, d[q]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        d[q][i] = ptx::multiply2(Dequant<T>::place(word << (12 - 4 * i)), scale[q][w / 2], T{});
+        d[q][i] = ptx::multiply2_by_half<W / 2>(d[q][i], scale[q], T{});
       }
+    }
+  }
+  __device__ __forceinline__ void decode(int w, uint32_t (&d)[4][4]) const {
+    switch (w) {  // known once the caller's loop is unrolled
+      case 0:
+        return decode<0>(d);
+      case 1:
+        return decode<1>(d);
+      case 2:
+        return decode<2>(d);
+      default:
+        return decode<3>(d);
     }
   }
 };

@@ -7,19 +7,29 @@ can be captured in a CUDA graph, the first one included.  docs/kernels.md has th
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from fp4lt import _C
 from fp4lt._build import has_code_for
-from fp4lt._interop import DTYPES, address, cuda_launch, nvfp4_view, row_strides
+from fp4lt._interop import (
+    DTYPES,
+    address,
+    cuda_launch,
+    expert_parameter,
+    nvfp4_view,
+    row_strides,
+)
 from fp4lt.backends.cpu import GATE_ORDERS
 from fp4lt.backends.stages import (
+    Image,
     Routes,
     Rows,
     activate,
     combine,
+    empty_rows,
     passes,
     prepare,
     route,
@@ -74,7 +84,10 @@ class FusedBackend:
         device = call.out.device
         launch = cuda_launch(device)
         ends = call.ends.to(device, non_blocking=True)
-        work = _WorkList.empty(rows, problem.experts, device)
+        work = _WorkList.empty(rows, problem.experts, device, (call.b,))
+        starts, places = torch.empty(
+            2, problem.experts + 1, dtype=torch.int32, device=device
+        ).unbind()
         _C.cuda_plan_blocks(
             ends=address(ends),
             ends_are_64_bit=ends.dtype == torch.int64,
@@ -83,6 +96,9 @@ class FusedBackend:
             block_rows=work.block_rows,
             blocks=address(work.blocks),
             block_count=address(work.length),
+            flags=address(work.flags),
+            starts=address(starts),
+            places=address(places),
             **launch,
         )
         scale = call.a_scale
@@ -93,7 +109,12 @@ class FusedBackend:
             index = index.to(torch.int32)
         # Its low half is what an int64 end has in its first four bytes: fewer than 2^31 rows.
         count = address(ends[-1:])
-        a = prepare(call.a, rows, problem.quantizes, given=scale, index=index, count=count)
+        image = None
+        if _form(call.b, device) == _C.RowForm.IMAGE:
+            image = Image(work.places, starts=starts, places=places)
+        a = prepare(
+            call.a, rows, problem.quantizes, given=scale, index=index, count=count, image=image
+        )
         _gemm(work, a, None, call.b, call.out, alpha=call.alpha, bias=call.bias)
 
     def moe(self, problem: MoEProblem, call: MoECall) -> None:
@@ -103,7 +124,21 @@ class FusedBackend:
 
     def trace_moe(self, problem: MoEProblem, call: MoECall) -> MoETrace:
         """See :class:`fp4lt.backends.base.Backend`; everything is moved to host memory."""
-        return host_trace(problem, call, *run_block(problem, call))
+        return host_trace(problem, call, *run_block(problem, call, keep_h=True))
+
+
+def _view(weights: Operand) -> _C.Nvfp4View:
+    assert isinstance(weights, NVFP4Tensor)
+    return nvfp4_view(weights.codes, weights.scales, weights.global_scale)
+
+
+def _form(weights: Operand, device: torch.device) -> _C.RowForm:
+    """The form of activations for a GEMM with these weights, and so which kernel runs it.
+
+    It hangs on shape, alignment and device; no bit of the result hangs on it.
+    """
+    wgmma = _C.can_wgmma(device=device.index, b=_view(weights), k=weights.shape[2])
+    return _C.RowForm.IMAGE if wgmma else _C.RowForm.PREPARED
 
 
 class _WorkList(NamedTuple):
@@ -111,17 +146,33 @@ class _WorkList(NamedTuple):
 
     blocks: torch.Tensor
     length: torch.Tensor
+    flags: torch.Tensor
+    """(2, MAX_SHARERS) int32, of which each GEMM takes a row; zeroed with the list."""
     block_rows: int
     expected: int
+    places: int
+    """Most places that an image of the rows can have."""
 
     @staticmethod
-    def empty(rows: int, experts: int, device: torch.device) -> _WorkList:
-        block_rows = _C.row_block_size(rows=rows, experts=experts)
+    def empty(
+        rows: int, experts: int, device: torch.device, weights: tuple[Operand, ...]
+    ) -> _WorkList:
+        """Room for any routing of `rows`, for GEMMs with these weights."""
+        images = all(_form(w, device) == _C.RowForm.IMAGE for w in weights)
+        form = _C.RowForm.IMAGE if images else _C.RowForm.PREPARED
+        block_rows = _C.row_block_size(rows=rows, experts=experts, form=form)
         most = _C.max_row_blocks(rows=rows, experts=experts, block_rows=block_rows)
         words = max(most, 1) * _C.ROW_BLOCK_BYTES // 4
-        memory = torch.empty(words + 4, dtype=torch.int32, device=device)
-        expected = _C.expected_row_blocks(rows=rows, experts=experts, block_rows=block_rows)
-        return _WorkList(memory[4:], memory[:1], block_rows, expected)
+        flags = 4 + 2 * _C.MAX_SHARERS
+        memory = torch.empty(flags + words, dtype=torch.int32, device=device)
+        return _WorkList(
+            blocks=memory[flags:],
+            length=memory[:1],
+            flags=memory[4:flags].view(2, -1),
+            block_rows=block_rows,
+            expected=_C.expected_row_blocks(rows=rows, experts=experts, block_rows=block_rows),
+            places=8 * _C.max_row_blocks(rows=rows, experts=experts, block_rows=8),
+        )
 
 
 def _gemm(
@@ -134,20 +185,30 @@ def _gemm(
     alpha: torch.Tensor | None = None,
     order: str | None = None,
     bias: torch.Tensor | None = None,
+    second: bool = False,
+    gated: _C.RowForm | None = None,
+    limit: _C.ExpertParameter | None = None,
 ) -> None:
-    assert isinstance(b, NVFP4Tensor)
+    """One launch.  `second`: of two over a work list; `gated`: `out` is u in that form, not h."""
+    device = out.device
+    scratch = _C.scratch_bytes(
+        device=device.index, form=a.form, k=b.shape[2], block_rows=work.block_rows
+    )
+    # Each GEMM here follows a kernel of ours that follows the one that made the work list.
     _C.cuda_fused_gemm(
+        form=a.form,
         n=b.shape[1],
         k=b.shape[2],
         blocks=address(work.blocks),
         block_count=address(work.length),
         block_rows=work.block_rows,
         expected_blocks=work.expected,
+        list_is_older=True,
         a=address(a.values),
         a_type=DTYPES[a.values.dtype],
         row_index=address(row_index),
         a_global=address(a.global_scale),
-        b=nvfp4_view(b.codes, b.scales, b.global_scale),
+        b=_view(b),
         alpha=address(alpha),
         alpha_expert_stride=alpha.stride(0) if alpha is not None else 0,
         order=GATE_ORDERS[order],
@@ -156,7 +217,11 @@ def _gemm(
         out=address(out),
         out_type=DTYPES[out.dtype],
         out_row_stride=row_strides("out", out)[1],
-        **cuda_launch(out.device),
+        gated=gated,
+        limit=limit,
+        shared_sums=address(torch.empty(scratch, dtype=torch.uint8, device=device)),
+        shared_flags=address(work.flags[int(second)]),
+        **cuda_launch(device),
     )
 
 
@@ -169,48 +234,92 @@ class _Stages(NamedTuple):
     z: torch.Tensor
 
 
-def run_block(problem: MoEProblem, call: MoECall) -> _Stages:
-    """The block, stage by stage, as numerics.md section 5 has it."""
+def _gates(problem: MoEProblem, call: MoECall) -> bool:
+    """Whether w13's GEMM can apply the activation itself, which changes no bit.
+
+    It has one thread hold gate and up of a column; a rounding to NVFP4 needs the whole row first.
+    """
+    return (
+        not problem.quantizes
+        and _form(call.w13, call.hidden.device) == _C.RowForm.IMAGE
+        and problem.activation == "silu"
+        and problem.order in ("gate_up", "up_gate")
+        and isinstance(call.alpha, float)
+        and isinstance(call.beta, float)
+        and (call.alpha, call.beta) == (1.0, 0.0)
+        and problem.intermediate % _C.PREPARED_K == 0
+    )
+
+
+def run_block(problem: MoEProblem, call: MoECall, *, keep_h: bool = False) -> _Stages:
+    """The block, stage by stage, as numerics.md section 5 has it.
+
+    Without `keep_h`, h may never be in memory.
+    """
     tokens, hidden = call.hidden.shape
     device = call.hidden.device
     slots = tokens * problem.top_k
     x = call.hidden
-    h = torch.empty(slots, call.w13.shape[1], dtype=torch.float32, device=device)
+    gates = not keep_h and _gates(problem, call)
+    h = torch.empty(slots, 0 if gates else call.w13.shape[1], dtype=torch.float32, device=device)
     z = torch.empty(slots, hidden, dtype=torch.float32, device=device)
-    work = _WorkList.empty(slots, problem.experts, device)
-    routes = route(problem, call, work.blocks, work.length, work.block_rows)
+    work = _WorkList.empty(slots, problem.experts, device, (call.w13, call.w2))
+    routes = route(problem, call, work.blocks, work.length, work.block_rows, work.flags)
     if tokens == 0:
         return _Stages(x, routes, h, z)
     if call.router_weight_on_input:
         x = scale_rows(x, call.topk_weights)
 
-    # Rows that share a scale are rounded once a token; those of per-expert scales once a row.
-    if problem.quantizes and call.a1_scale is not None and call.a1_scale.ndim:
-        count = address(routes.rows)
-        a1 = prepare(
-            x,
-            slots,
-            True,
-            given=call.a1_scale,
-            index=routes.expert,
-            source=routes.token,
-            count=count,
-        )
-        index = None
-    else:
-        a1 = prepare(x, tokens, problem.quantizes, given=call.a1_scale)
-        index = routes.token
-    _gemm(
+    a1, index = first_operand(problem, call, work, routes, x)
+    first = partial(
+        _gemm,
         work,
         a1,
         index,
         call.w13,
-        h,
         alpha=call.gate_up_scales,
         order=problem.order,
         bias=call.w13_bias,
     )
-    a2 = activate(problem, call, h, routes)
-    _gemm(work, a2, None, call.w2, z, bias=call.w2_bias)
+    image = _image(work, routes) if _form(call.w2, device) == _C.RowForm.IMAGE else None
+    if gates:
+        form = _C.RowForm.PREPARED if image is None else _C.RowForm.IMAGE
+        dtype, inner = a1.values.dtype, problem.intermediate
+        a2 = empty_rows(form, slots, inner, dtype, device, scaled=False, image=image)
+        limit = None if call.limit is None else expert_parameter(call.limit)
+        first(a2.values, gated=form, limit=limit)
+    else:
+        first(h)
+        a2 = activate(problem, call, h, routes, image=image)
+    _gemm(work, a2, None, call.w2, z, bias=call.w2_bias, second=True)
     combine(problem, call, z, routes)
     return _Stages(x, routes, h, z)
+
+
+def _image(work: _WorkList, routes: Routes, slots: bool = False) -> Image:
+    return Image(work.places, routes.place, routes.slot_row if slots else None)
+
+
+def first_operand(
+    problem: MoEProblem, call: MoECall, work: _WorkList, routes: Routes, x: torch.Tensor
+) -> tuple[Rows, torch.Tensor | None]:
+    """w13's operand from `x`, and which entry of its global scales a routed row has.
+
+    Rows that share a scale are rounded once a token; those of per-expert scales once a row.
+    """
+    images = _form(call.w13, x.device) == _C.RowForm.IMAGE
+    if problem.quantizes and call.a1_scale is not None and call.a1_scale.ndim:
+        a1 = prepare(
+            x,
+            call.topk_ids.numel(),
+            True,
+            given=call.a1_scale,
+            index=routes.expert,
+            source=routes.token,
+            count=address(routes.rows),
+            image=_image(work, routes) if images else None,
+        )
+        return a1, None
+    image = _image(work, routes, slots=True) if images else None
+    a1 = prepare(x, x.shape[0], problem.quantizes, given=call.a1_scale, image=image)
+    return a1, routes.token

@@ -41,7 +41,9 @@ class Rows(NamedTuple):
     scales: torch.Tensor | None = None
     """With codes: (tiles, bytes of a row of tiles) uint8, each expert's from its first tile on."""
 
-    def target(self, scale_row: torch.Tensor | None = None) -> _C.OperandRows:
+    def target(
+        self, scale_row: torch.Tensor | None = None, place: torch.Tensor | None = None
+    ) -> _C.OperandRows:
         """Where a kernel writes them."""
         width = self.values.shape[1] * (2 if self.form == _C.RowForm.CODES else 1)
         return _C.OperandRows(
@@ -50,6 +52,7 @@ class Rows(NamedTuple):
             width=width,
             scales=address(self.scales),
             scale_row=address(scale_row),
+            place=address(place),
         )
 
 
@@ -61,6 +64,21 @@ class Places(NamedTuple):
     tiles: int
 
 
+class Image(NamedTuple):
+    """Where rows go in an operand of form IMAGE; see csrc/cuda/quantize.h."""
+
+    count: int
+    """Most places there can be: groups of eight, an expert's rows together."""
+    row_place: torch.Tensor | None = None
+    """By routed row, int32."""
+    slot_row: torch.Tensor | None = None
+    """(T, k) int32: a row is a token, and goes where its slots' rows go."""
+    starts: torch.Tensor | None = None
+    """(E + 1,) int32: of sorted rows, where each expert's begin, and how many there are."""
+    places: torch.Tensor | None = None
+    """(E + 1,) int32, the first E: the places where they begin."""
+
+
 def empty_rows(
     form: _C.RowForm,
     rows: int,
@@ -70,6 +88,7 @@ def empty_rows(
     *,
     scaled: bool,
     places: Places | None = None,
+    image: Image | None = None,
 ) -> Rows:
     """Memory for an operand; ``scaled`` if its rows have global scales of their own."""
     g = torch.empty(rows, dtype=torch.float32, device=device) if scaled else None
@@ -79,9 +98,10 @@ def empty_rows(
         lines, line = padded_scale_shape(places.tiles * 128, k)
         scales = torch.empty(lines // 128, line * 128, dtype=torch.uint8, device=device)
         return Rows(form, codes, g, scales)
-    padded = _C.PREPARED_K if form == _C.RowForm.PREPARED else BLOCK
+    padded = BLOCK if form == _C.RowForm.PLAIN else _C.PREPARED_K
     width = -(-k // padded) * padded
-    return Rows(form, torch.empty(rows, width, dtype=dtype, device=device), g)
+    stored = rows if image is None else image.count
+    return Rows(form, torch.empty(stored, width, dtype=dtype, device=device), g)
 
 
 def prepare(
@@ -95,13 +115,18 @@ def prepare(
     source: torch.Tensor | None = None,
     count: int = 0,
     places: Places | None = None,
+    image: Image | None = None,
 ) -> Rows:
     """Bring activations into the form of an operand; see csrc/cuda/quantize.h."""
+    form = form if image is None else _C.RowForm.IMAGE
     k = x.shape[1]
     exact = quantize or isinstance(x, NVFP4Tensor)
     assert exact or isinstance(x, torch.Tensor)
     dtype = torch.bfloat16 if exact else x.dtype  # type: ignore[union-attr]
-    out = empty_rows(form, rows, k, dtype, x.device, scaled=quantize, places=places)
+    out = empty_rows(
+        form, rows, k, dtype, x.device, scaled=quantize, places=places, image=image
+    )
+    to = Image(0) if image is None else image
     if isinstance(x, NVFP4Tensor):
         view: _C.Nvfp4View | _C.DenseView = nvfp4_view(x.codes, x.scales, x.global_scale)
         out = out._replace(global_scale=x.global_scale.expand(rows).contiguous())
@@ -118,7 +143,12 @@ def prepare(
         given_stride=given.stride(0) if given is not None and given.ndim else 0,
         scale_index=address(index),
         global_out=address(out.global_scale) if quantize else 0,
-        out=out.target(None if places is None else places.row),
+        out=out.target(None if places is None else places.row, to.row_place),
+        slot_row=address(to.slot_row),
+        top_k=0 if to.slot_row is None else to.slot_row.shape[1],
+        starts=address(to.starts),
+        places=address(to.places),
+        experts=0 if to.places is None else to.places.shape[0] - 1,
         **cuda_launch(x.device),
     )
     return out
@@ -136,6 +166,8 @@ class Routes(NamedTuple):
     """(T, k) int32."""
     ends: torch.Tensor
     """(E,) int32: end offset of each expert's rows."""
+    place: torch.Tensor
+    """(T * k,) int32, the first `rows` of them: where each goes in an image; with a work list."""
 
 
 def route(
@@ -144,15 +176,15 @@ def route(
     blocks: torch.Tensor | None = None,
     block_count: torch.Tensor | None = None,
     block_rows: int = 8,
+    flags: torch.Tensor | None = None,
 ) -> Routes:
     """Sort the slots, and make the fused kernel's work list if there is memory for one."""
     device = call.hidden.device
     ids = call.topk_ids.contiguous()
     slots = ids.numel()
-    memory = torch.empty(3 * slots + 4 + problem.experts, dtype=torch.int32, device=device)
-    rows, rest = memory[:1], memory[4:]
-    token, expert, slot_row = rest[:slots], rest[slots : 2 * slots], rest[2 * slots : 3 * slots]
-    ends = rest[3 * slots :]
+    memory = torch.empty(4 * slots + 4 + problem.experts, dtype=torch.int32, device=device)
+    rows, ends = memory[:1], memory[4 + 4 * slots :]
+    token, expert, slot_row, place = memory[4 : 4 + 4 * slots].view(4, slots).unbind()
     _C.cuda_route(
         ids=address(ids),
         ids_are_64_bit=ids.dtype == torch.int64,
@@ -166,11 +198,13 @@ def route(
         row_expert=address(expert),
         slot_row=address(slot_row),
         ends=address(ends),
+        row_place=address(place),
         blocks=address(blocks),
         block_count=address(block_count),
+        flags=address(flags),
         **cuda_launch(device),
     )
-    return Routes(rows, token, expert, slot_row.view(ids.shape), ends)
+    return Routes(rows, token, expert, slot_row.view(ids.shape), ends, place)
 
 
 def passes(problem: MoEProblem, call: MoECall) -> list[MoECall]:
@@ -198,8 +232,10 @@ def activate(
     form: _C.RowForm = _C.RowForm.PREPARED,
     finish: _C.Finish = NO_FINISH,
     places: Places | None = None,
+    image: Image | None = None,
 ) -> Rows:
     """Gate and up to w2's operand, or with ``kind=FLOAT`` to fp32."""
+    form = form if image is None else _C.RowForm.IMAGE
     slots, device, given = h.shape[0], h.device, call.a2_scale
     if kind is None:
         kind = _C.ActivationForm.ROUNDED if problem.quantizes else _C.ActivationForm.HALF
@@ -210,7 +246,9 @@ def activate(
         out = Rows(_C.RowForm.PLAIN, values, None)
     else:
         scaled = kind == _C.ActivationForm.ROUNDED
-        out = empty_rows(form, slots, inner, dtype, device, scaled=scaled, places=places)
+        out = empty_rows(
+            form, slots, inner, dtype, device, scaled=scaled, places=places, image=image
+        )
     _C.cuda_activate(
         h=address(h),
         h_row_stride=h.stride(0),
@@ -229,7 +267,9 @@ def activate(
         given=address(given),
         given_stride=given.stride(0) if given is not None and given.ndim else 0,
         global_out=address(out.global_scale),
-        out=out.target(None if places is None else places.row),
+        out=out.target(
+            None if places is None else places.row, None if image is None else image.row_place
+        ),
         **cuda_launch(device),
     )
     return out
