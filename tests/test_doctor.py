@@ -282,6 +282,16 @@ def test_missing_kernel_tables_are_errors() -> None:
     assert "no CPU kernels" in text
 
 
+def test_unused_bf16_units_are_a_note() -> None:
+    name, flags = doctor.BF16_TABLE
+    assert doctor.check_bf16_table(["scalar", "avx2", "avx512"], list(flags[:-1])) == []
+    assert doctor.check_bf16_table(["scalar", "avx2", "avx512", name], list(flags)) == []
+    (text,) = doctor.check_bf16_table(["scalar", "avx2", "avx512"], list(flags))
+    assert "bf16 units" in text
+    # Whoever has the units has the rest, for which a missing table is an error.
+    assert doctor.check_tables(["scalar", "avx2", "avx512"], list(flags)) == []
+
+
 def test_missing_kernel_tables_exit_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,11 @@ std::vector<const SimdKernels*> detect() {
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vnni")) {
     tables.push_back(&avx512_kernels());
+#if defined(FP4LT_HAVE_AVX512_BF16)
+    if (__builtin_cpu_supports("avx512bf16") && bf16_dot_is_two_fmas()) {
+      tables.push_back(&avx512_bf16_kernels());
+    }
+#endif
   }
 #endif
   return tables;

@@ -96,13 +96,28 @@ void decode_scales(const uint8_t* lines, int blocks, float* out) {
     const uint8_t* line = lines + b / 4 * 512 + b % 4;
     // Magnitudes: weights' scales have no sign bit.
     for (int col = 0; col < kCols; ++col) {
-      *out++ = decode_e4m3(line[col % 4 * 16 + col / 4 * 4] & 0x7F);
+      *out++ = kScaleUp * decode_e4m3(line[col % 4 * 16 + col / 4 * 4] & 0x7F);
     }
   }
 }
 
+void pack_int8(const uint8_t* codes, int blocks, int8_t* out, int32_t* offset) {
+  for (int b = 0; b < blocks; ++b) {
+    int sum = 0;
+    for (int i = 0; i < kBlock / 2; ++i) {
+      const unsigned pair = *codes++;
+      out[i] = kE2m1Doubled[pair & 15u];
+      out[i + kBlock / 2] = kE2m1Doubled[pair >> 4];
+      sum += out[i] + out[i + kBlock / 2];
+    }
+    out += kBlock;
+    offset[b] = -12 * sum;
+  }
+}
+
 // out[block][col][16]: twice the values, even k first, as the activations are.
-void unpack_int8(const uint8_t* const* rows, int blocks, int8_t* out) {
+void unpack_int8(const uint8_t* const* rows, int blocks, void* unpacked) {
+  auto* out = static_cast<int8_t*>(unpacked);
   for (int b = 0; b < blocks; ++b) {
     for (int col = 0; col < kCols; ++col) {
       const uint8_t* code = rows[col] + b * (kBlock / 2);
@@ -115,32 +130,37 @@ void unpack_int8(const uint8_t* const* rows, int blocks, int8_t* out) {
   }
 }
 
-void unpack_float(const uint8_t* const* rows, const float* scales, int blocks, float* out) {
+void unpack_float(const uint8_t* const* rows, int blocks, void* unpacked) {
+  auto* out = static_cast<float*>(unpacked);
   for (int b = 0; b < blocks; ++b) {
-    for (int k = 0; k < kBlock; ++k) {
+    for (const int k : kOrder) {
       for (int col = 0; col < kCols; ++col) {
         const unsigned pair = rows[col][b * (kBlock / 2) + k / 2];
-        *out++ = decode_e2m1(k % 2 == 0 ? pair & 15u : pair >> 4) * scales[b * kCols + col];
+        *out++ = decode_e2m1(k % 2 == 0 ? pair & 15u : pair >> 4) / kScaleUp;
       }
     }
   }
 }
 
-void unpack_half(const uint16_t* const* rows, DType type, int blocks, float* out) {
-  for (int k = 0; k < blocks * kBlock; ++k) {
-    for (int col = 0; col < kCols; ++col) {
-      *out++ = type == DType::kF16 ? widen_f16(rows[col][k]) : widen_bf16(rows[col][k]);
+void unpack_dense(const uint16_t* const* rows, DType type, int blocks, float* out) {
+  for (int b = 0; b < blocks; ++b) {
+    for (const int k : kOrder) {
+      for (int col = 0; col < kCols; ++col) {
+        const uint16_t half = rows[col][b * kBlock + k];
+        *out++ = type == DType::kF16 ? widen_f16(half) : widen_bf16(half);
+      }
     }
   }
 }
 
-void dot_int8(const Int8Rows& a, int rows, const int8_t* weights, const float* scales, int blocks,
+void dot_int8(const Int8Rows& a, int rows, const void* unpacked, const float* scales, int blocks,
               float* out) {
+  const auto* weights = static_cast<const int8_t*>(unpacked);
   for (int r = 0; r < rows; ++r, out += kCols) {
     std::memset(out, 0, kCols * sizeof(float));
     for (int b = 0; b < blocks; ++b) {
-      const int8_t* x = a.codes + (r * a.stride + b) * kBlock;
-      const float scale = a.scale[r * a.stride + b];
+      const int8_t* x = a.codes + (r * kChunkBlocks + b) * kBlock;
+      const float scale = a.scale[r * kChunkBlocks + b];
       for (int col = 0; col < kCols; ++col) {
         const int8_t* w = weights + (b * kCols + col) * kBlock;
         int sum = 0;
@@ -152,20 +172,34 @@ void dot_int8(const Int8Rows& a, int rows, const int8_t* weights, const float* s
   }
 }
 
-void dot_float(const float* a, int64_t stride, int rows, const float* weights, int blocks,
-               float* out) {
-  for (int r = 0; r < rows; ++r, out += kCols) {
+void dot(const float* a, int rows, const float* weights, const float* scales, int blocks,
+         float* out) {
+  for (int r = 0; r < rows; ++r, a += kChunkBlocks * kBlock, out += kCols) {
     std::memset(out, 0, kCols * sizeof(float));
     for (int b = 0; b < blocks; ++b) {
-      float sum[kCols] = {};
-      for (int k = b * kBlock; k < (b + 1) * kBlock; ++k) {
+      float sum[2][kCols] = {};
+      for (int i = 0; i < kBlock; ++i) {
+        const int k = b * kBlock + i;
         for (int col = 0; col < kCols; ++col) {
-          sum[col] = std::fma(a[r * stride + k], weights[k * kCols + col], sum[col]);
+          float& half = sum[i / 8][col];
+          half = std::fma(a[k], weights[k * kCols + col], half);
         }
       }
-      for (int col = 0; col < kCols; ++col) out[col] += sum[col];
+      for (int col = 0; col < kCols; ++col) {
+        const float scale = scales != nullptr ? scales[b * kCols + col] : 1.0f;
+        out[col] = std::fma(sum[0][col] + sum[1][col], scale, out[col]);
+      }
     }
   }
+}
+
+void dot_float(const float* a, int rows, const void* unpacked, const float* scales, int blocks,
+               float* out) {
+  dot(a, rows, static_cast<const float*>(unpacked), scales, blocks, out);
+}
+
+void dot_dense(const float* a, int rows, const float* weights, int blocks, float* out) {
+  dot(a, rows, weights, nullptr, blocks, out);
 }
 
 void add(const float* x, int64_t n, float* out) {
@@ -175,10 +209,25 @@ void add(const float* x, int64_t n, float* out) {
 }  // namespace
 
 const SimdKernels& scalar_kernels() {
-  static const SimdKernels table = {
-      "scalar",    amax,         quantize,    dequantize, widen,     narrow, decode_scales,
-      unpack_int8, unpack_float, unpack_half, dot_int8,   dot_float, add,
-  };
+  static const SimdKernels table = [] {
+    SimdKernels t{};
+    t.name = "scalar";
+    t.amax = amax;
+    t.quantize = quantize;
+    t.dequantize = dequantize;
+    t.widen = widen;
+    t.narrow = narrow;
+    t.decode_scales = decode_scales;
+    t.pack_int8 = pack_int8;
+    t.unpack_int8 = unpack_int8;
+    t.unpack_float = unpack_float;
+    t.unpack_dense = unpack_dense;
+    t.dot_int8 = dot_int8;
+    t.dot_float = dot_float;
+    t.dot_dense = dot_dense;
+    t.add = add;
+    return t;
+  }();
   return table;
 }
 

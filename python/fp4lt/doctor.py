@@ -32,6 +32,9 @@ TABLES: Final = {
 }
 """CPU kernel tables beside ``scalar``, and the processor features that each needs."""
 
+BF16_TABLE: Final = ("avx512_bf16", (*TABLES["avx512"], "avx512_bf16"))
+"""One that a processor with these features may still lack, if its bf16 units round otherwise."""
+
 DRIVERS: Final = {12: "525", 13: "580"}
 """Oldest driver series that runs code of a CUDA major version."""
 
@@ -119,6 +122,18 @@ def check_tables(tables: list[str], flags: list[str]) -> list[str]:
     ]
 
 
+def check_bf16_table(tables: list[str], flags: list[str]) -> list[str]:
+    """A note where the processor has bf16 units that the CPU backend does not use."""
+    name, needed = BF16_TABLE
+    if name in tables or not set(needed) <= set(flags):
+        return []
+    return [
+        f"the processor has bf16 units, but the CPU backend does not use them (no {name} kernels): "
+        "the compiler did not know them, or they round otherwise than the backend's sums do; "
+        "w4a16 with bf16 activations is slower for it"
+    ]
+
+
 def check_cuda(cuda: dict[str, Any], torch_devices: int) -> list[str]:
     """Notes about device code, driver, devices and torch that do not fit together."""
     built, driver, kernel = cuda["built_with"], cuda["driver"], cuda["kernel_driver"]
@@ -167,7 +182,7 @@ def collect() -> Report:
     model, flags = cpu_info()
     tables = _C.cpu_kernels()
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(0)
-    wanted = {name for needed in TABLES.values() for name in needed}
+    wanted = {name for needed in (*TABLES.values(), BF16_TABLE[1]) for name in needed}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -204,6 +219,8 @@ def collect() -> Report:
         report.note(f"torch says: {warning.message}")
     for text in check_tables(tables, flags):
         report.error(text)
+    for text in check_bf16_table(tables, flags):
+        report.note(text)
     if report.cpu["threads"] > report.cpu["processors"]:
         report.note(
             f"torch has {report.cpu['threads']} threads on {report.cpu['processors']} processors; "

@@ -43,8 +43,9 @@ _PASS_ELEMENTS = 1 << 28
 def depth(k: int, recipe: str) -> int:
     """Most fp32 roundings a product can meet on its way into a sum over `k`.
 
-    A block of 16 is summed exactly for W4A4 and by a chain of 16 fused multiply-adds otherwise;
-    chains of 16 block sums follow, then a pairwise tree (docs/numerics.md, "The CPU backend").
+    A block of 16 is summed exactly for W4A4 and by two chains of 8 fused multiply-adds otherwise,
+    which then take the weights' scale; chains of 16 block sums follow, then a pairwise tree
+    (docs/numerics.md, "The CPU backend").
 
     Parameters
     ----------
@@ -54,8 +55,9 @@ def depth(k: int, recipe: str) -> int:
         "w4a4", or "w4a16" for every other pair of operands.
     """
     chains = -(-(k // BLOCK) // _C.CHAIN_BLOCKS)
-    in_block = 0 if recipe == "w4a4" else BLOCK - 1
-    return in_block + _C.CHAIN_BLOCKS - 1 + math.ceil(math.log2(chains))
+    # W4A4's first block sum enters its chain exactly; others round with their scale.
+    to_chain = _C.CHAIN_BLOCKS - 1 if recipe == "w4a4" else BLOCK // 2 + _C.CHAIN_BLOCKS
+    return to_chain + math.ceil(math.log2(chains))
 
 
 class CpuBackend:
