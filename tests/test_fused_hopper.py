@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused kernel's wgmma form against its mma.sync form, which the other tests judge: same bits."""
+"""The fused kernel's wgmma form against its mma.sync form, which other tests judge: same bits."""
 
 from __future__ import annotations
 

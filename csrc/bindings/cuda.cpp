@@ -78,8 +78,7 @@ void bind_fused(py::module_& m) {
   m.def("scratch_bytes", &cuda::scratch_bytes, py::arg("device"), py::arg("form"), py::arg("k"),
         py::arg("block_rows"), "Memory that a fused GEMM needs for tiles that are shared.");
   m.def("row_block_size", &cuda::row_block_size, py::arg("rows"), py::arg("experts"),
-        py::arg("form"),
-        "Rows of a work list's entries.");
+        py::arg("form"), "Rows of a work list's entries.");
   m.def("expected_row_blocks", &cuda::expected_row_blocks, py::arg("rows"), py::arg("experts"),
         py::arg("block_rows"), "Entries that a work list is likely to have.");
   m.def("max_row_blocks", &cuda::max_row_blocks, py::arg("rows"), py::arg("experts"),
@@ -110,48 +109,62 @@ void bind_fused(py::module_& m) {
       [](uintptr_t ends, bool ends_are_64_bit, int64_t experts, int64_t rows, int block_rows,
          uintptr_t blocks, uintptr_t block_count, uintptr_t flags, uintptr_t starts,
          uintptr_t places, int device, uintptr_t stream) {
-        cuda::plan_blocks(
-            device,
-            {pointer<const void>(ends), ends_are_64_bit, experts, rows, block_rows,
-             pointer<cuda::RowBlock>(blocks), pointer<int>(block_count), pointer<int>(flags),
-             pointer<int>(starts), pointer<int>(places)},
-            stream_of(stream));
+        cuda::plan_blocks(device,
+                          {pointer<const void>(ends), ends_are_64_bit, experts, rows, block_rows,
+                           pointer<cuda::RowBlock>(blocks), pointer<int>(block_count),
+                           pointer<int>(flags), pointer<int>(starts), pointer<int>(places)},
+                          stream_of(stream));
       },
       py::kw_only(), py::arg("ends"), py::arg("ends_are_64_bit"), py::arg("experts"),
       py::arg("rows"), py::arg("block_rows"), py::arg("blocks"), py::arg("block_count"),
-      py::arg("flags"), py::arg("starts"), py::arg("places"), py::arg("device"),
-      py::arg("stream"), ReleaseGil(), "The work list of sorted rows.");
+      py::arg("flags"), py::arg("starts"), py::arg("places"), py::arg("device"), py::arg("stream"),
+      ReleaseGil(), "The work list of sorted rows.");
   m.def(
       "cuda_fused_gemm",
-      [](cuda::RowForm form, int64_t n, int64_t k, uintptr_t blocks,
-         uintptr_t block_count, int block_rows, int64_t expected_blocks, bool list_is_older,
-         uintptr_t a, DType a_type, uintptr_t row_index,
-         uintptr_t a_global, const Nvfp4View& b, uintptr_t alpha, int64_t alpha_expert_stride,
-         GateOrder order, uintptr_t bias, int64_t bias_expert_stride, uintptr_t out, DType out_type,
-         int64_t out_row_stride, const std::optional<cuda::RowForm>& gated,
-         const std::optional<ExpertParameter>& limit, uintptr_t shared_sums,
-         uintptr_t shared_flags, int device, uintptr_t stream) {
-        cuda::fused_gemm(
-            device,
-            {form, n, k, pointer<const cuda::RowBlock>(blocks), pointer<const int>(block_count),
-             block_rows, expected_blocks, list_is_older, pointer<const void>(a), a_type,
-             pointer<const int>(row_index), pointer<const float>(a_global), b,
-             pointer<const float>(alpha), alpha_expert_stride, order, pointer<const float>(bias),
-             bias_expert_stride, pointer<void>(out), out_type, out_row_stride, gated.has_value(),
-             {gated.value_or(cuda::RowForm::kPrepared), limit.has_value(),
-              limit.value_or(ExpertParameter{})},
-             pointer<void>(shared_sums), pointer<int>(shared_flags)},
-            stream_of(stream));
+      [](cuda::RowForm form, int64_t n, int64_t k, uintptr_t blocks, uintptr_t block_count,
+         int block_rows, int64_t expected_blocks, bool list_is_older, uintptr_t a, DType a_type,
+         uintptr_t row_index, uintptr_t a_global, const Nvfp4View& b, uintptr_t alpha,
+         int64_t alpha_expert_stride, GateOrder order, uintptr_t bias, int64_t bias_expert_stride,
+         uintptr_t out, DType out_type, int64_t out_row_stride,
+         const std::optional<cuda::RowForm>& gated, const std::optional<ExpertParameter>& limit,
+         uintptr_t shared_sums, uintptr_t shared_flags, int device, uintptr_t stream) {
+        cuda::fused_gemm(device,
+                         {form,
+                          n,
+                          k,
+                          pointer<const cuda::RowBlock>(blocks),
+                          pointer<const int>(block_count),
+                          block_rows,
+                          expected_blocks,
+                          list_is_older,
+                          pointer<const void>(a),
+                          a_type,
+                          pointer<const int>(row_index),
+                          pointer<const float>(a_global),
+                          b,
+                          pointer<const float>(alpha),
+                          alpha_expert_stride,
+                          order,
+                          pointer<const float>(bias),
+                          bias_expert_stride,
+                          pointer<void>(out),
+                          out_type,
+                          out_row_stride,
+                          gated.has_value(),
+                          {gated.value_or(cuda::RowForm::kPrepared), limit.has_value(),
+                           limit.value_or(ExpertParameter{})},
+                          pointer<void>(shared_sums),
+                          pointer<int>(shared_flags)},
+                         stream_of(stream));
       },
       py::kw_only(), py::arg("form"), py::arg("n"), py::arg("k"), py::arg("blocks"),
       py::arg("block_count"), py::arg("block_rows"), py::arg("expected_blocks"),
-      py::arg("list_is_older"), py::arg("a"), py::arg("a_type"),
-      py::arg("row_index"), py::arg("a_global"), py::arg("b"), py::arg("alpha"),
-      py::arg("alpha_expert_stride"), py::arg("order"), py::arg("bias"),
-      py::arg("bias_expert_stride"), py::arg("out"), py::arg("out_type"), py::arg("out_row_stride"),
-      py::arg("gated"), py::arg("limit"), py::arg("shared_sums"), py::arg("shared_flags"),
-      py::arg("device"), py::arg("stream"), ReleaseGil(),
-      "The fused grouped GEMM over a work list.");
+      py::arg("list_is_older"), py::arg("a"), py::arg("a_type"), py::arg("row_index"),
+      py::arg("a_global"), py::arg("b"), py::arg("alpha"), py::arg("alpha_expert_stride"),
+      py::arg("order"), py::arg("bias"), py::arg("bias_expert_stride"), py::arg("out"),
+      py::arg("out_type"), py::arg("out_row_stride"), py::arg("gated"), py::arg("limit"),
+      py::arg("shared_sums"), py::arg("shared_flags"), py::arg("device"), py::arg("stream"),
+      ReleaseGil(), "The fused grouped GEMM over a work list.");
 }
 
 void bind_cuda_moe(py::module_& m) {
@@ -166,18 +179,19 @@ void bind_cuda_moe(py::module_& m) {
          int64_t experts, int block_rows, uintptr_t row_count, uintptr_t row_token,
          uintptr_t row_expert, uintptr_t slot_row, uintptr_t ends, uintptr_t row_place,
          uintptr_t blocks, uintptr_t block_count, uintptr_t flags, int device, uintptr_t stream) {
-        cuda::route(device,
-                    {pointer<const void>(ids), ids_are_64_bit, tokens, top_k, expert_start, experts,
-                     block_rows, pointer<int>(row_count), pointer<int>(row_token),
-                     pointer<int>(row_expert), pointer<int>(slot_row), pointer<int>(ends),
-                     pointer<int>(row_place), pointer<cuda::RowBlock>(blocks),
-                     pointer<int>(block_count), pointer<int>(flags)},
-                    stream_of(stream));
+        cuda::route(
+            device,
+            {pointer<const void>(ids), ids_are_64_bit, tokens, top_k, expert_start, experts,
+             block_rows, pointer<int>(row_count), pointer<int>(row_token), pointer<int>(row_expert),
+             pointer<int>(slot_row), pointer<int>(ends), pointer<int>(row_place),
+             pointer<cuda::RowBlock>(blocks), pointer<int>(block_count), pointer<int>(flags)},
+            stream_of(stream));
       },
       py::kw_only(), py::arg("ids"), py::arg("ids_are_64_bit"), py::arg("tokens"), py::arg("top_k"),
       py::arg("expert_start"), py::arg("experts"), py::arg("block_rows"), py::arg("row_count"),
       py::arg("row_token"), py::arg("row_expert"), py::arg("slot_row"), py::arg("ends"),
-      py::arg("row_place"), py::arg("blocks"), py::arg("block_count"), py::arg("flags"), py::arg("device"), py::arg("stream"), ReleaseGil(),
+      py::arg("row_place"), py::arg("blocks"), py::arg("block_count"), py::arg("flags"),
+      py::arg("device"), py::arg("stream"), ReleaseGil(),
       "Sort the slots by local expert and make the work list.");
   m.def(
       "cuda_activate",

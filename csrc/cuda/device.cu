@@ -51,7 +51,9 @@ const DeviceTraits& traits(int device) {
   const auto found = known.find(device);
   if (found != known.end()) return found->second;
   const DeviceInfo info = device_info(device);
-  return known.emplace(device, DeviceTraits{info.multiprocessors, info.major, info.minor, info.shared_bytes})
+  return known
+      .emplace(device,
+               DeviceTraits{info.multiprocessors, info.major, info.minor, info.shared_bytes})
       .first->second;
 }
 

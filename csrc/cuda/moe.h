@@ -31,8 +31,8 @@ struct RouteArgs {
 void route(int device, const RouteArgs& args, Stream stream);
 
 // The work list of rows that are sorted already.  Offsets that decrease or pass `rows` are cut: on
-// the device nobody can be told.  Expert e's rows begin at starts[e], and starts[E] is their number;
-// in an image they begin at places[e].
+// the device nobody can be told.  Expert e's rows begin at starts[e], and starts[E] is their
+// number; in an image they begin at places[e].
 struct PlanArgs {
   const void* ends;
   bool ends_are_64_bit;

@@ -87,8 +87,7 @@ __device__ __forceinline__ uint32_t multiply2(uint32_t a, uint32_t b, __half /*t
 
 // The same with one half of b for both of a: the hardware picks it at no cost.
 template <int Half>
-__device__ __forceinline__ uint32_t multiply2_by_half(uint32_t a, uint32_t b,
-                                                      __nv_bfloat16 type) {
+__device__ __forceinline__ uint32_t multiply2_by_half(uint32_t a, uint32_t b, __nv_bfloat16 type) {
 #if __CUDA_ARCH__ >= 900
   uint32_t d;
   if constexpr (Half == 0) {
@@ -164,8 +163,8 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes,
                                           uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          to),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }

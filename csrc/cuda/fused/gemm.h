@@ -22,9 +22,9 @@ struct RowBlock {
   int group;  // of eight rows in an image (prepared.h), where row0 is
 };
 
-// Rows of a work list's entries: 8, 16, 32 or 64, and 128 where all its GEMMs run on wgmma.  A larger
-// one reads the weights less often, a smaller one wastes less; the choice changes no bit of the
-// result.
+// Rows of a work list's entries: 8, 16, 32 or 64, and 128 where all its GEMMs run on wgmma.  A
+// larger one reads the weights less often, a smaller one wastes less; the choice changes no bit of
+// the result.
 int row_block_size(int64_t rows, int64_t experts, RowForm form);
 
 // Entries that a work list is likely to have when `rows` are spread at random.
@@ -50,12 +50,12 @@ struct FusedGemmArgs {
   // Whether another kernel of this library was launched after the one that made the work list, so
   // that the list is there before this launch begins and weights may be read ahead.
   bool list_is_older;
-  const void* a;            // prepared, rows of round_up(k, kPreparedK); kImage: an image
-  DType a_type;             // kBF16 or kF16
-  const int* row_index;     // may be null: row(m) = m
-  const float* a_global;    // may be null: 1
-  Nvfp4View b;              // codes 8-byte, scales 16-byte aligned
-  const float* alpha;       // may be null
+  const void* a;          // prepared, rows of round_up(k, kPreparedK); kImage: an image
+  DType a_type;           // kBF16 or kF16
+  const int* row_index;   // may be null: row(m) = m
+  const float* a_global;  // may be null: 1
+  Nvfp4View b;            // codes 8-byte, scales 16-byte aligned
+  const float* alpha;     // may be null
   int64_t alpha_expert_stride;
   GateOrder order;
   const float* bias;  // may be null

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fused kernel for Hopper: one thread keeps a ring of shared memory filled by bulk copies, two
-// warpgroups decode weights into registers and multiply them by wgmma.  Nothing but a wait at a barrier stands
-// between a warp and its operands; the ring runs ahead across tiles and, where the work list is
-// older, ahead of the kernel before this one.
+// warpgroups decode weights into registers and multiply them by wgmma.  Nothing but a wait at a
+// barrier stands between a warp and its operands; the ring runs ahead across tiles and, where the
+// work list is older, ahead of the kernel before this one.
 //
 // A block of threads takes 128 weight rows: one tile of scales, or with Gated 64 rows of gate and
 // the same 64 of up, whose product under the activation is then the output.  A thread has two rows
@@ -141,8 +141,7 @@ __device__ __forceinline__ void hopper_consume(const FusedKernelArgs& a, uint32_
       for (; step < range_end; ++step) {
         // From one lane, so that the compiler knows it to be the same for all.
         const uint32_t x = __shfl_sync(
-            0xFFFFFFFFu, ptx::kMatrixWord + ((base + L::kRows + stage * NT * kGroupBytes) >> 4),
-            0);
+            0xFFFFFFFFu, ptx::kMatrixWord + ((base + L::kRows + stage * NT * kGroupBytes) >> 4), 0);
         const HopperStage here{codes + stage * kCodeBytes,
                                static_cast<uint32_t>((mine.row[1] - mine.row[0]) * (kStepK / 2)),
                                {line[0] + stage * L::kScaleStage, line[1] + stage * L::kScaleStage},

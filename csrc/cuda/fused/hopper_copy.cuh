@@ -9,9 +9,9 @@
 
 namespace fp4lt::cuda {
 
-constexpr int kHopperWarps = 8;  // that compute
+constexpr int kHopperWarps = 8;                          // that compute
 constexpr int kHopperThreads = (kHopperWarps + 4) * 32;  // registers move by the warpgroup
-constexpr int kCodeBytes = kTileRows * kStepK / 2;  // of a stage
+constexpr int kCodeBytes = kTileRows * kStepK / 2;       // of a stage
 constexpr int kScaleBytes = kTileRows * kStepBlocks;
 constexpr int kGroupBytes = 8 * kStepK * 2;  // of eight activation rows
 constexpr int kItemBytes = 32;
@@ -159,8 +159,8 @@ class StageCopier {
       ptx::store_shared16(
           to + 16, make_uint4(at.tile(), (rows[0] / 64 & 1) | (rows[1] / 64 & 1) << 1, 0, 0));
     }
-    ptx::barrier_arrive_expecting(
-        barrier, kCodeBytes + L::kScaleStage + (block.rows + 7) / 8 * kGroupBytes);
+    ptx::barrier_arrive_expecting(barrier,
+                                  kCodeBytes + L::kScaleStage + (block.rows + 7) / 8 * kGroupBytes);
 #pragma unroll
     for (int i = 0; i < (Gated ? 2 : 1); ++i) {
       ptx::copy_box(base_ + stage * kCodeBytes + i * (kCodeBytes / 2), &map_,

@@ -41,8 +41,10 @@ constexpr int kHopperThreadsThatCompute = kHopperWarps * 32;
 // Leaves one range's sum for the owner of the tile's first range.
 template <int NT>
 __device__ __forceinline__ void leave_sum(const FusedKernelArgs& a, int range, const float* sum) {
-  float4* to = static_cast<float4*>(a.p.shared_sums) + (int64_t{blockIdx.x} * (a.parts - 1) + range - 1) *
-                                     (NT * kHopperThreadsThatCompute) + threadIdx.x;
+  float4* to =
+      static_cast<float4*>(a.p.shared_sums) +
+      (int64_t{blockIdx.x} * (a.parts - 1) + range - 1) * (NT * kHopperThreadsThatCompute) +
+      threadIdx.x;
 #pragma unroll
   for (int nt = 0; nt < NT; ++nt) {
     to[nt * kHopperThreadsThatCompute] =
@@ -60,8 +62,8 @@ __device__ __forceinline__ void publish_sums(const FusedKernelArgs& a) {
 // Adds the ranges of `item` from `range` on, which the blocks of threads after this one have.  They
 // take them first of all, and wait for nobody.  Their flags are zero again afterwards.
 template <int NT>
-__device__ __forceinline__ void collect_sums(const FusedKernelArgs& a, const Units& units,
-                                             int item, int range, float* total) {
+__device__ __forceinline__ void collect_sums(const FusedKernelArgs& a, const Units& units, int item,
+                                             int range, float* total) {
   int64_t block = blockIdx.x, end = 0;  // the units before `end` are known to be there
   for (; range < a.parts; ++range) {
     const int64_t unit = (int64_t{item} << a.parts_log2) + range;
@@ -77,8 +79,9 @@ __device__ __forceinline__ void collect_sums(const FusedKernelArgs& a, const Uni
       }
       ptx::named_barrier<1, kHopperThreadsThatCompute>();
     }
-    const float4* from = static_cast<const float4*>(a.p.shared_sums) + (block * (a.parts - 1) + range - 1) *
-                                               (NT * kHopperThreadsThatCompute) + threadIdx.x;
+    const float4* from = static_cast<const float4*>(a.p.shared_sums) +
+                         (block * (a.parts - 1) + range - 1) * (NT * kHopperThreadsThatCompute) +
+                         threadIdx.x;
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
       const float4 v = __ldcg(from + nt * kHopperThreadsThatCompute);
@@ -136,10 +139,9 @@ __device__ __forceinline__ void finish_tile(const FusedKernelArgs& a, const Hopp
     if constexpr (Gated) {
       const int64_t k = item.tile * kGatedRows + mine.row[0];
       const int pair = static_cast<int>(k % 4);
-      const int64_t at =
-          p.gate.form == RowForm::kImage
-              ? wgmma_pair(item.group * 8 + token, p.out_row_stride, k / 8, pair)
-              : m * p.out_row_stride / 2 + mma_pair(k / 8, pair);
+      const int64_t at = p.gate.form == RowForm::kImage
+                             ? wgmma_pair(item.group * 8 + token, p.out_row_stride, k / 8, pair)
+                             : m * p.out_row_stride / 2 + mma_pair(k / 8, pair);
       store_value(p.out, p.out_type, at * 2 + k % 8 / 4,
                   gated_silu(y[0], y[1], p.gate.limited, limit));
     } else {

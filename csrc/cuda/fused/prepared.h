@@ -12,8 +12,8 @@ namespace fp4lt::cuda {
 // codes gives the pairs (0, 4), (1, 5), (2, 6), (3, 7) of eight neighbours (see dequant.cuh), and
 // the four threads that share a row own 32 neighbours of each 128.
 //
-// kPrepared, for mma.sync: rows as they are; what a thread wants at once lies together: of each 128 k its four pairs,
-// 16 bytes, then the next thread's, for each of its four words.
+// kPrepared, for mma.sync: rows as they are; what a thread wants at once lies together: of each 128
+// k its four pairs, 16 bytes, then the next thread's, for each of its four words.
 //
 // kImage: what wgmma reads from shared memory, as it lies there, so that one bulk copy brings it.
 // Rows go in groups of eight, each expert's rows starting one (a row's number in this order is its

@@ -19,8 +19,8 @@ template <int NT>
 constexpr int kStreamSharedBytes = kStreamWarps * kStreamStages * kStageBytes +
                                    (kShareRows<NT> ? kStreamStages * NT * 8 * kRowBytes : 0);
 
-// Copies the rows of a block, step by step.  Of a row's 32 chunks of 16 bytes, the number's bit 2 is
-// flipped in odd rows: the eight threads that read at once (two rows, four neighbours) then meet
+// Copies the rows of a block, step by step.  Of a row's 32 chunks of 16 bytes, the number's bit 2
+// is flipped in odd rows: the eight threads that read at once (two rows, four neighbours) then meet
 // eight different groups of banks.
 template <typename T, int NT>
 class ActivationLoader {

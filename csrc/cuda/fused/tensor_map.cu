@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/fused/tensor_map.h"
-
 #include "core/scale_layout.h"
 #include "cuda/check.h"
+#include "cuda/fused/tensor_map.h"
 #include "cuda/moe.h"
 
 namespace fp4lt::cuda {
@@ -40,10 +39,10 @@ CUtensorMap code_map(const Nvfp4View& b, int64_t n, int64_t row_bytes, int box_r
   const cuuint32_t box[3] = {128, static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t steps[3] = {1, 1, 1};
   CUtensorMap map{};
-  const CUresult status = encoder()(
-      &map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<uint8_t*>(b.codes), extents, strides, box,
-      steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status =
+      encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<uint8_t*>(b.codes), extents,
+                strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   FP4LT_CHECK(status == CUDA_SUCCESS, "cuTensorMapEncodeTiled: status ", static_cast<int>(status),
               " for ", n, " rows of ", row_bytes, " bytes, experts ", stride, " bytes apart");
   return map;

@@ -30,8 +30,8 @@ static_assert(kStepK == kPreparedK);
 // A launch's constants, small enough for the parameter bank.
 struct FusedKernelArgs {
   FusedGemmArgs p;
-  int steps;          // kStepK steps of a row
-  int parts;          // partitions(k)
+  int steps;  // kStepK steps of a row
+  int parts;  // partitions(k)
   int parts_log2;
   int tiles;          // 32-row tiles of N; where the last 128 rows are ragged, only those with rows
   int cta_tiles;      // tiles that a block of threads has at once

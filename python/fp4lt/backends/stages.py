@@ -123,9 +123,7 @@ def prepare(
     exact = quantize or isinstance(x, NVFP4Tensor)
     assert exact or isinstance(x, torch.Tensor)
     dtype = torch.bfloat16 if exact else x.dtype  # type: ignore[union-attr]
-    out = empty_rows(
-        form, rows, k, dtype, x.device, scaled=quantize, places=places, image=image
-    )
+    out = empty_rows(form, rows, k, dtype, x.device, scaled=quantize, places=places, image=image)
     to = Image(0) if image is None else image
     if isinstance(x, NVFP4Tensor):
         view: _C.Nvfp4View | _C.DenseView = nvfp4_view(x.codes, x.scales, x.global_scale)
