@@ -14,7 +14,7 @@ from benchmarks.layers import Batch, MoEBatch, MoELayer
 from benchmarks.prepared import Recipe, Stage
 from benchmarks.timing import Call
 from fp4lt import _C
-from fp4lt.backends import fused
+from fp4lt.backends import fused, stages
 from fp4lt.block import moe_call, moe_problem
 from fp4lt.problem import MoECall, MoEProblem
 
@@ -25,8 +25,8 @@ class _Pass(NamedTuple):
     problem: MoEProblem
     call: MoECall
     work: fused._WorkList
-    routes: fused.Routes
-    a1: fused.Rows
+    routes: stages.Routes
+    a1: stages.Rows
     row_index: torch.Tensor | None
 
     def gemm1(self) -> torch.Tensor:
@@ -45,17 +45,17 @@ class _Pass(NamedTuple):
         )
         return h
 
-    def activated(self) -> fused.Rows:
+    def activated(self) -> stages.Rows:
         """w2's operand."""
         image = fused._image(self.work, self.routes) if self.images else None
-        return fused.activate(self.problem, self.call, self.gemm1(), self.routes, image=image)
+        return stages.activate(self.problem, self.call, self.gemm1(), self.routes, image=image)
 
     @property
     def images(self) -> bool:
         """Whether w2's GEMM takes an image."""
         return fused._form(self.call.w2, self.call.hidden.device) == _C.RowForm.IMAGE
 
-    def gemm2(self, a2: fused.Rows) -> torch.Tensor:
+    def gemm2(self, a2: stages.Rows) -> torch.Tensor:
         """(T * k, H) float32."""
         z = self._empty(self.problem.hidden)
         fused._gemm(self.work, a2, None, self.call.w2, z, bias=self.call.w2_bias, second=True)
@@ -69,10 +69,10 @@ class _Pass(NamedTuple):
 def _pass(problem: MoEProblem, call: MoECall) -> _Pass:
     slots, device = call.topk_ids.numel(), call.hidden.device
     work = fused._WorkList.empty(slots, problem.experts, device, (call.w13, call.w2))
-    routes = fused.route(problem, call, work.blocks, work.length, work.block_rows, work.flags)
+    routes = stages.route(problem, call, work.blocks, work.length, work.block_rows, work.flags)
     x = call.hidden
     if call.router_weight_on_input:
-        x = fused.scale_rows(x, call.topk_weights)
+        x = stages.scale_rows(x, call.topk_weights)
     a1, index = fused.first_operand(problem, call, work, routes, x)
     return _Pass(problem, call, work, routes, a1, index)
 
@@ -84,7 +84,7 @@ def passes(layer: MoELayer, recipe: Recipe, batch: Batch) -> list[_Pass]:
     given = (batch.x, weights, router.weights, router.ids)
     problem = moe_problem(*given, recipe)
     call = moe_call(problem, *given, layer.router_weight_on_input, None)
-    return [_pass(problem, part) for part in fused.passes(problem, call)]
+    return [_pass(problem, part) for part in stages.passes(problem, call)]
 
 
 def gemms(layer: MoELayer, recipe: Recipe) -> tuple[Stage, Stage]:

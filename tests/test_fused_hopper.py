@@ -55,6 +55,7 @@ def test_grouped_mm(
     rng = np.random.default_rng(rows)
     experts, n, k = shape
     w = weights(rng, shape)
+    recipe: Any
     recipe, dtype = kind.split("-")
     x = cases.random_matrix(rng, (rows, k), getattr(torch, {"bf16": "bfloat16"}.get(dtype, "half")))
     x, offs = x.cuda(), offsets(rng, experts, rows)
@@ -94,7 +95,7 @@ def test_nan_scales_and_every_scale_byte(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def block(
-    rng: np.random.Generator, experts: int, hidden: int, inner: int, order: str, extras: bool
+    rng: np.random.Generator, experts: int, hidden: int, inner: int, order: Any, extras: bool
 ) -> fp4lt.MoEWeights:
     more: dict[str, Any] = {}
     if extras:
@@ -120,7 +121,7 @@ def test_moe(
     shape: tuple[int, int, int, int],
     tokens: int,
     order: str,
-    recipe: str,
+    recipe: Any,
     extras: bool,
 ) -> None:
     experts, hidden, inner, top_k = shape
@@ -128,7 +129,7 @@ def test_moe(
     w = block(rng, experts, hidden, inner, order, extras)
     x = torch.randn(tokens, hidden, device="cuda").bfloat16()
     ids = torch.from_numpy(rng.integers(-1, experts, (tokens, top_k))).cuda()
-    routing = {"topk_ids": ids, "topk_weights": torch.rand(tokens, top_k, device="cuda")}
+    routing: Any = {"topk_ids": ids, "topk_weights": torch.rand(tokens, top_k, device="cuda")}
 
     def call() -> torch.Tensor:
         return fp4lt.moe(x, w, **routing, recipe=recipe, backend="fused")

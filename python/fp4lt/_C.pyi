@@ -11,6 +11,7 @@ __all__: list[str] = [
     "BLOCK",
     "CHAIN_BLOCKS",
     "MAX_EXPERTS",
+    "MAX_SHARERS",
     "MAX_STREAMS",
     "PREPARED_K",
     "RANGE",
@@ -37,6 +38,7 @@ __all__: list[str] = [
     "OperandRows",
     "RowForm",
     "activate",
+    "can_wgmma",
     "combine",
     "compiler",
     "cpu_kernels",
@@ -77,6 +79,7 @@ __all__: list[str] = [
     "row_bucket",
     "scale_offset",
     "scale_rows",
+    "scratch_bytes",
     "select_cpu_kernels",
     "selected_cpu_kernels",
     "tile_scales",
@@ -168,6 +171,7 @@ class RowForm(enum.IntEnum):
     PREPARED = 0
     PLAIN = 1
     CODES = 2
+    IMAGE = 3
 
 class OperandRows:
     """
@@ -181,6 +185,7 @@ class OperandRows:
         width: typing.SupportsInt | typing.SupportsIndex,
         scales: typing.SupportsInt | typing.SupportsIndex,
         scale_row: typing.SupportsInt | typing.SupportsIndex,
+        place: typing.SupportsInt | typing.SupportsIndex,
     ) -> None: ...
 
 class Finish:
@@ -408,6 +413,15 @@ def activate(
     Gate and up to the second GEMM's input.
     """
 
+def can_wgmma(
+    device: typing.SupportsInt | typing.SupportsIndex,
+    b: Nvfp4View,
+    k: typing.SupportsInt | typing.SupportsIndex,
+) -> bool:
+    """
+    Whether the wgmma form of the fused kernel can run a GEMM with these weights.
+    """
+
 def combine(
     *,
     z: typing.SupportsInt | typing.SupportsIndex,
@@ -599,12 +613,14 @@ def cuda_finish_rows(
 
 def cuda_fused_gemm(
     *,
+    form: RowForm,
     n: typing.SupportsInt | typing.SupportsIndex,
     k: typing.SupportsInt | typing.SupportsIndex,
     blocks: typing.SupportsInt | typing.SupportsIndex,
     block_count: typing.SupportsInt | typing.SupportsIndex,
     block_rows: typing.SupportsInt | typing.SupportsIndex,
     expected_blocks: typing.SupportsInt | typing.SupportsIndex,
+    list_is_older: bool,
     a: typing.SupportsInt | typing.SupportsIndex,
     a_type: DType,
     row_index: typing.SupportsInt | typing.SupportsIndex,
@@ -618,6 +634,10 @@ def cuda_fused_gemm(
     out: typing.SupportsInt | typing.SupportsIndex,
     out_type: DType,
     out_row_stride: typing.SupportsInt | typing.SupportsIndex,
+    gated: RowForm | None,
+    limit: ExpertParameter | None,
+    shared_sums: typing.SupportsInt | typing.SupportsIndex,
+    shared_flags: typing.SupportsInt | typing.SupportsIndex,
     device: typing.SupportsInt | typing.SupportsIndex,
     stream: typing.SupportsInt | typing.SupportsIndex,
 ) -> None:
@@ -648,6 +668,9 @@ def cuda_plan_blocks(
     block_rows: typing.SupportsInt | typing.SupportsIndex,
     blocks: typing.SupportsInt | typing.SupportsIndex,
     block_count: typing.SupportsInt | typing.SupportsIndex,
+    flags: typing.SupportsInt | typing.SupportsIndex,
+    starts: typing.SupportsInt | typing.SupportsIndex,
+    places: typing.SupportsInt | typing.SupportsIndex,
     device: typing.SupportsInt | typing.SupportsIndex,
     stream: typing.SupportsInt | typing.SupportsIndex,
 ) -> None:
@@ -668,6 +691,11 @@ def cuda_prepare(
     scale_index: typing.SupportsInt | typing.SupportsIndex,
     global_out: typing.SupportsInt | typing.SupportsIndex,
     out: OperandRows,
+    slot_row: typing.SupportsInt | typing.SupportsIndex = 0,
+    top_k: typing.SupportsInt | typing.SupportsIndex = 0,
+    starts: typing.SupportsInt | typing.SupportsIndex = 0,
+    places: typing.SupportsInt | typing.SupportsIndex = 0,
+    experts: typing.SupportsInt | typing.SupportsIndex = 0,
     device: typing.SupportsInt | typing.SupportsIndex,
     stream: typing.SupportsInt | typing.SupportsIndex,
 ) -> None:
@@ -732,8 +760,10 @@ def cuda_route(
     row_expert: typing.SupportsInt | typing.SupportsIndex,
     slot_row: typing.SupportsInt | typing.SupportsIndex,
     ends: typing.SupportsInt | typing.SupportsIndex,
+    row_place: typing.SupportsInt | typing.SupportsIndex,
     blocks: typing.SupportsInt | typing.SupportsIndex,
     block_count: typing.SupportsInt | typing.SupportsIndex,
+    flags: typing.SupportsInt | typing.SupportsIndex,
     device: typing.SupportsInt | typing.SupportsIndex,
     stream: typing.SupportsInt | typing.SupportsIndex,
 ) -> None:
@@ -895,6 +925,7 @@ def route(
 def row_block_size(
     rows: typing.SupportsInt | typing.SupportsIndex,
     experts: typing.SupportsInt | typing.SupportsIndex,
+    form: RowForm,
 ) -> int:
     """
     Rows of a work list's entries.
@@ -925,6 +956,16 @@ def scale_rows(
 ) -> None:
     """
     Rows times the router weight, rounded to their own type.
+    """
+
+def scratch_bytes(
+    device: typing.SupportsInt | typing.SupportsIndex,
+    form: RowForm,
+    k: typing.SupportsInt | typing.SupportsIndex,
+    block_rows: typing.SupportsInt | typing.SupportsIndex,
+) -> int:
+    """
+    Memory that a fused GEMM needs for tiles that are shared.
     """
 
 def select_cpu_kernels(name: str) -> None:
@@ -964,6 +1005,7 @@ def untile_scales(
 BLOCK: int = 16
 CHAIN_BLOCKS: int = 16
 MAX_EXPERTS: int = 1024
+MAX_SHARERS: int = 512
 MAX_STREAMS: int = 32
 PREPARED_K: int = 256
 RANGE: float = 2688.0

@@ -67,7 +67,7 @@ class Places(NamedTuple):
 class Image(NamedTuple):
     """Where rows go in an operand of form IMAGE; see csrc/cuda/quantize.h."""
 
-    count: int
+    size: int
     """Most places there can be: groups of eight, an expert's rows together."""
     row_place: torch.Tensor | None = None
     """By routed row, int32."""
@@ -100,7 +100,7 @@ def empty_rows(
         return Rows(form, codes, g, scales)
     padded = BLOCK if form == _C.RowForm.PLAIN else _C.PREPARED_K
     width = -(-k // padded) * padded
-    stored = rows if image is None else image.count
+    stored = rows if image is None else image.size
     return Rows(form, torch.empty(stored, width, dtype=dtype, device=device), g)
 
 
