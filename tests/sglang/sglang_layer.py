@@ -224,7 +224,10 @@ class Checkpoint:
                     found[name + "weight_packed"] = one.codes
                     found[name + "weight_global_scale"] = one.global_scale.reciprocal().reshape(1)
                     if inputs:
-                        found[name + "input_global_scale"] = scale.reciprocal().reshape(1)
+                        # Gate's and up's differ; the larger range is what both need.
+                        smaller = projection == ("gate_proj", "up_proj")[expert % 2]
+                        divisor = scale.reciprocal() * (2 if smaller else 1)
+                        found[name + "input_global_scale"] = divisor.reshape(1)
         return found
 
     def weights(
