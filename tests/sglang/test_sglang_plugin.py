@@ -28,7 +28,7 @@ from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import
     CompressedTensorsConfig,
 )
 from sglang.srt.layers.quantization.nvfp4_online import ModelOptNvFp4OnlineFusedMoEMethod
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.srt.server_args import ServerArgs
 from sglang_layer import COMPRESSED, MODELOPT, Checkpoint, Place, forward, inputs, served, server
 
@@ -191,6 +191,10 @@ def test_refused_ways_to_run() -> None:
     dwdp = get_parallel().override(dwdp_size=2)
     with server(), dwdp, pytest.raises(UnsupportedError, match="DWDP"):
         served(small())
+    for options in ({"cpu_offload_gb": 4}, {"offload_group_size": 2}):
+        refused = pytest.raises(UnsupportedError, match="--cpu-offload-gb")
+        with server(), refused, get_exec().offload.override(**options):
+            served(small())
     uneven, halves = Checkpoint.make(MODELOPT, 4, 128, 48), server("fp4lt", Place(1, 0, 2, 0))
     with halves, pytest.raises(UnsupportedError, match="intermediate size per rank is 24"):
         served(uneven)

@@ -49,6 +49,11 @@ def refusal(config: MoeRunnerConfig) -> str | None:
         return "DWDP replaces the experts' weights after loading; serve without it"
     if get_exec().moe.enable_paged_experts:
         return "paged experts replace the weights while serving; drop --enable-paged-experts"
+    offload = get_exec().offload
+    if offload.cpu_offload_gb > 0 or offload.offload_group_size > 0:
+        return (
+            "offloaded weights are elsewhere when a call comes; drop --cpu-offload-gb or the groups"
+        )
     if config.no_combine:
         return "no_combine asks for one row per expert and token; fp4lt returns their sum"
     return _model_refusal(config)
