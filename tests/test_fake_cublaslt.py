@@ -64,6 +64,28 @@ def test_any_scale_rounded_once(fake: Lt, d_type: int) -> None:
     bounds.assert_bitwise(lt_cases.result(matmul), want, signed_zeros=False)
 
 
+@pytest.mark.parametrize(
+    ("d_type", "small_code", "want"), [(lt.BF16, (4, 2), 516.0), (lt.F16, (1, 1), 512.5)]
+)
+def test_not_rounded_to_fp32_first(
+    fake: Lt, d_type: int, small_code: tuple[int, int], want: float
+) -> None:
+    """2^-20 above a tie of the type, and below the last bit of fp32."""
+    sides = []
+    for codes, scales in (
+        ((1, 6, small_code[0]), (0x01, 0x68, 0x38)),  # 0.5 2^-9, 4 64 and 2 or 0.5
+        ((1, 4, small_code[1]), (0x01, 0x38, 0x38)),  # 0.5 2^-9, 2 and 1 or 0.5
+    ):
+        code = np.zeros((8, 64), np.uint8)
+        code[:, [0, 16, 32]] = codes
+        scale = np.tile(np.array([*scales, 0], np.uint8), (8, 1))
+        linear = torch.from_numpy(scale).view(torch.float8_e4m3fn)
+        sides.append(cases.Linear(torch.from_numpy(oracle.pack(code)), linear, torch.ones(())))
+    matmul = lt_cases.nvfp4(fake, *sides, d_type=d_type)
+    assert matmul.run() == lt.OK, fake.reason()
+    assert (lt_cases.result(matmul) == want).all()
+
+
 def test_every_code_and_scale(fake: Lt) -> None:
     """All 16 codes under all 127 scales, against rows of a single one."""
     table = cases.all_products_operand()
@@ -136,6 +158,23 @@ def test_plain_operands(fake: Lt, dtype: torch.dtype, ops: tuple[int, int]) -> N
     assert matmul.run() == lt.OK, fake.reason()
     want = bounds.to_float64(rows) @ bounds.to_float64(weight).T
     bounds.assert_bitwise(lt_cases.result(matmul), want, signed_zeros=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 2.0**-14, -3 * 2.0**-24])
+def test_special_values(fake: Lt, dtype: torch.dtype, value: float) -> None:
+    weight, rows = torch.zeros(8, 16, dtype=dtype), torch.ones(2, 16, dtype=dtype)
+    weight[3, 5] = value
+    for d_type, out in ((lt.F32, torch.float32), (matmul_type(dtype), dtype)):
+        matmul = lt_cases.plain(fake, weight, rows, d_type=d_type)
+        assert matmul.run() == lt.OK, fake.reason()
+        want = np.zeros((2, 8))
+        want[:, 3] = bounds.round_to(bounds.to_float64(weight[3, 5]), out)
+        bounds.assert_bitwise(lt_cases.result(matmul), want)
+
+
+def matmul_type(dtype: torch.dtype) -> int:
+    return lt.BF16 if dtype == torch.bfloat16 else lt.F16
 
 
 @pytest.mark.parametrize("counts", list(cases.GROUPS.values()), ids=list(cases.GROUPS))
@@ -223,7 +262,8 @@ def test_bad_groups_are_told_and_not_computed(fake: Lt, what: str) -> None:
     elif what == "negative":
         arrays["b"][1].view(np.int32)[2] = -1
     elif what == "odd m":
-        arrays["d"][0].view(np.int32)[2] = 60
+        matmul.d.arrays = (*arrays["d"][:2], arrays["d"][2].copy())
+        arrays["d"][0].view(np.int32)[2] = 60  # columns of A too, ld of D no more
     else:
         pointers = matmul.data["b"]
         assert pointers is not None
