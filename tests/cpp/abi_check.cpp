@@ -111,7 +111,7 @@ struct Same<R (*)(P...), S (*)(Q...)> {
   static constexpr bool value = parameters<count>();
 };
 
-#define SAME_FUNCTION(name, result, parameters)                                            \
+#define SAME_FUNCTION(name, result, parameters) \
   static_assert(Same<decltype(abi::Functions::name), decltype(&cublasLt##name)>::value, #name);
 FP4LT_CUBLASLT_FUNCTIONS(SAME_FUNCTION)
 SAME_FUNCTION(GetCudartVersion, , )
