@@ -90,20 +90,19 @@ void bind_fused(py::module_& m) {
       [](const std::variant<Nvfp4View, DenseView>& x, bool quantize, int64_t rows, int64_t k,
          uintptr_t source, uintptr_t count, uintptr_t given, int64_t given_stride,
          uintptr_t scale_index, uintptr_t global_out, const cuda::OperandRows& out,
-         uintptr_t slot_row, int64_t top_k, uintptr_t starts, uintptr_t places, int64_t experts,
-         int device, uintptr_t stream) {
+         uintptr_t starts, uintptr_t places, int64_t experts, int device, uintptr_t stream) {
         cuda::prepare(device,
                       {x, quantize, rows, k, pointer<const int>(source), pointer<const int>(count),
                        pointer<const float>(given), given_stride, pointer<const int>(scale_index),
-                       pointer<float>(global_out), out, pointer<const int>(slot_row), top_k,
-                       pointer<const int>(starts), pointer<const int>(places), experts},
+                       pointer<float>(global_out), out, pointer<const int>(starts),
+                       pointer<const int>(places), experts},
                       stream_of(stream));
       },
       py::kw_only(), py::arg("x"), py::arg("quantize"), py::arg("rows"), py::arg("k"),
       py::arg("source"), py::arg("count"), py::arg("given"), py::arg("given_stride"),
-      py::arg("scale_index"), py::arg("global_out"), py::arg("out"), py::arg("slot_row") = 0,
-      py::arg("top_k") = 0, py::arg("starts") = 0, py::arg("places") = 0, py::arg("experts") = 0,
-      py::arg("device"), py::arg("stream"), ReleaseGil(), "Activations to an operand.");
+      py::arg("scale_index"), py::arg("global_out"), py::arg("out"), py::arg("starts") = 0,
+      py::arg("places") = 0, py::arg("experts") = 0, py::arg("device"), py::arg("stream"),
+      ReleaseGil(), "Activations to an operand.");
   m.def(
       "cuda_plan_blocks",
       [](uintptr_t ends, bool ends_are_64_bit, int64_t experts, int64_t rows, int block_rows,

@@ -117,8 +117,6 @@ struct PrepareKernelArgs {
   int64_t given_stride;
   float* global_out;
   OperandRows out;
-  const int* slot_row;
-  int64_t top_k;
   const int *starts, *places;
   int64_t experts;
 };
@@ -130,19 +128,6 @@ __device__ int place_of_sorted(const PrepareKernelArgs& a, int row, int* found) 
   }
   __syncthreads();
   return *found;
-}
-
-// One block of row `row` to all its places in an image; `place`: where there is one, without slots.
-__device__ void store_places(const PrepareKernelArgs& a, int row, int place, int64_t block,
-                             const uint16_t (&h)[16]) {
-  if (a.slot_row == nullptr) {
-    store_image(a.out.values, place, a.out.width, block, h);
-    return;
-  }
-  for (int64_t j = 0; j < a.top_k; ++j) {
-    const int routed = a.slot_row[row * a.top_k + j];
-    if (routed >= 0) store_image(a.out.values, a.out.place[routed], a.out.width, block, h);
-  }
 }
 
 enum class Source { kCopy, kRound, kNvfp4 };
@@ -159,7 +144,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const PrepareKernelAr
   const int64_t blocks = a.k / kBlock, all = blocks_of(a.out);
   const bool image = a.out.form == RowForm::kImage;
   int place = 0;
-  if (image && a.slot_row == nullptr) {
+  if (image) {
     place = a.out.place != nullptr ? a.out.place[row] : place_of_sorted(a, row, &found);
   }
   float v[16];
@@ -187,7 +172,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const PrepareKernelAr
       uint16_t h[16];
       for (int i = 0; i < 16; ++i) h[i] = x[b * kBlock + i];
       if (image) {
-        store_places(a, row, place, b, h);
+        store_image(a.out.values, place, a.out.width, b, h);
       } else {
         store_halves(a.out, row, b, h);
       }
@@ -205,7 +190,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const PrepareKernelAr
       if (image) {
         uint16_t h[16];
         block_products(code, scale, h);
-        store_places(a, row, place, b, h);
+        store_image(a.out.values, place, a.out.width, b, h);
       } else {
         store_nvfp4(a.out, row, b, code, scale);
       }
@@ -281,8 +266,6 @@ void prepare(int device, const PrepareArgs& p, Stream stream) {
   a.given_stride = p.given_stride;
   a.global_out = p.global_out;
   a.out = p.out;
-  a.slot_row = p.slot_row;
-  a.top_k = p.top_k;
   a.starts = p.starts;
   a.places = p.places;
   a.experts = p.experts;

@@ -45,10 +45,8 @@ void untile_scales(int device, const uint8_t* tiled, int64_t experts, int64_t ro
 // given[scale_index[i] * given_stride] (index 0 without scale_index), or derived when `given` is
 // null; it is written to global_out[i].  With `count`, rows from *count on are left alone.
 //
-// For an image (kImage), out.place is by routed row, and row i is one of these:
-//   with slot_row:  a token; it goes to the places of its slots' rows, of those that have one
-//   else:           routed row i; without out.place, rows are sorted, expert e's begin at starts[e]
-//                   and place places[e], and starts[experts] is their number
+// In an image (kImage) row i goes to out.place[i].  Without out.place, rows are sorted: expert e's
+// begin at starts[e] and place places[e], and starts[experts] is their number.
 struct PrepareArgs {
   std::variant<Nvfp4View, DenseView> x;
   bool quantize;
@@ -60,8 +58,6 @@ struct PrepareArgs {
   const int* scale_index;
   float* global_out;
   OperandRows out;
-  const int* slot_row;
-  int64_t top_k;
   const int* starts;
   const int* places;
   int64_t experts;

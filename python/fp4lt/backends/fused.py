@@ -296,8 +296,8 @@ def run_block(problem: MoEProblem, call: MoECall, *, keep_h: bool = False) -> _S
     return _Stages(x, routes, h, z)
 
 
-def _image(work: _WorkList, routes: Routes, slots: bool = False) -> Image:
-    return Image(work.places, routes.place, routes.slot_row if slots else None)
+def _image(work: _WorkList, routes: Routes) -> Image:
+    return Image(work.places, routes.place)
 
 
 def first_operand(
@@ -305,21 +305,22 @@ def first_operand(
 ) -> tuple[Rows, torch.Tensor | None]:
     """w13's operand from `x`, and which entry of its global scales a routed row has.
 
-    Rows that share a scale are rounded once a token; those of per-expert scales once a row.
+    An image has a place for each routed row, and per-expert scales differ between them; else a
+    token is brought into form once.
     """
     images = _form(call.w13, x.device) == _C.RowForm.IMAGE
-    if problem.quantizes and call.a1_scale is not None and call.a1_scale.ndim:
+    given = call.a1_scale if problem.quantizes else None
+    per_expert = given is not None and given.ndim > 0
+    if images or per_expert:
         a1 = prepare(
             x,
             call.topk_ids.numel(),
-            True,
-            given=call.a1_scale,
-            index=routes.expert,
+            problem.quantizes,
+            given=given,
+            index=routes.expert if per_expert else None,
             source=routes.token,
             count=address(routes.rows),
             image=_image(work, routes) if images else None,
         )
         return a1, None
-    image = _image(work, routes, slots=True) if images else None
-    a1 = prepare(x, x.shape[0], problem.quantizes, given=call.a1_scale, image=image)
-    return a1, routes.token
+    return prepare(x, x.shape[0], problem.quantizes, given=given), routes.token

@@ -71,8 +71,6 @@ class Image(NamedTuple):
     """Most places there can be: groups of eight, an expert's rows together."""
     row_place: torch.Tensor | None = None
     """By routed row, int32."""
-    slot_row: torch.Tensor | None = None
-    """(T, k) int32: a row is a token, and goes where its slots' rows go."""
     starts: torch.Tensor | None = None
     """(E + 1,) int32: of sorted rows, where each expert's begin, and how many there are."""
     places: torch.Tensor | None = None
@@ -142,8 +140,6 @@ def prepare(
         scale_index=address(index),
         global_out=address(out.global_scale) if quantize else 0,
         out=out.target(None if places is None else places.row, to.row_place),
-        slot_row=address(to.slot_row),
-        top_k=0 if to.slot_row is None else to.slot_row.shape[1],
         starts=address(to.starts),
         places=address(to.places),
         experts=0 if to.places is None else to.places.shape[0] - 1,
