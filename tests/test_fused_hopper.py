@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -165,3 +166,65 @@ def test_repeats_and_replays_of_shared_tiles() -> None:
         replayed = out.clone()
         call()
         assert torch.equal(replayed, out), i
+
+
+@pytest.mark.parametrize("cut", ["slice", "step", "expand"])
+def test_views_of_weights(monkeypatch: pytest.MonkeyPatch, cut: str) -> None:
+    """Experts from the middle, every other one, and one in several places."""
+    rng = np.random.default_rng(5)
+    w = weights(rng, (6, 256, 512))
+    if cut == "expand":
+        w = fp4lt.NVFP4Tensor(
+            w.codes[:1].expand(3, -1, -1), w.scales[:1].expand(3, -1, -1), w.global_scale[:3]
+        )
+    else:
+        w = w[1:4] if cut == "slice" else w[::2]
+    x = torch.randn(21, 512, device="cuda").bfloat16()
+    offs = torch.tensor([4, 9, 21], device="cuda", dtype=torch.int32)
+
+    def call() -> torch.Tensor:
+        return fp4lt.grouped_mm(x, w.mT, offs=offs, recipe="w4a16", backend="fused")
+
+    bounds.assert_bitwise(call().cpu(), by_mma(monkeypatch, call).cpu())
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(2880, 768), (512, 272)], ids=str)
+@pytest.mark.parametrize("recipe", ["w4a16", "w4a4"])
+def test_one_gemm_of_each_form(
+    monkeypatch: pytest.MonkeyPatch, hidden: int, inner: int, recipe: Any
+) -> None:
+    rng = np.random.default_rng(7)
+    w = block(rng, 5, hidden, inner, "gate_up", extras=True)
+    x = torch.randn(90, hidden, device="cuda").bfloat16()
+    ids = torch.from_numpy(rng.integers(-1, 5, (90, 3))).cuda()
+    tw = torch.rand(90, 3, device="cuda")
+
+    def call() -> torch.Tensor:
+        return fp4lt.moe(x, w, topk_ids=ids, topk_weights=tw, recipe=recipe, backend="fused")
+
+    bounds.assert_bitwise(call().cpu(), by_mma(monkeypatch, call).cpu())
+
+
+def test_two_threads_on_one_stream() -> None:
+    """Nobody's memory is given to the other between a call's allocations and its launches."""
+    rng = np.random.default_rng(9)
+    w = block(rng, 8, 1024, 512, "gate_up", extras=False)
+    x = torch.randn(4, 1024, device="cuda").bfloat16()
+    ids = torch.from_numpy(rng.integers(0, 8, (4, 3))).cuda()
+    tw = torch.rand(4, 3, device="cuda")
+
+    def call() -> torch.Tensor:
+        return fp4lt.moe(x, w, topk_ids=ids, topk_weights=tw, recipe="w4a16", backend="fused")
+
+    want = call()
+    wrong: list[int] = []
+
+    def repeat() -> None:
+        wrong.extend(i for i in range(300) if not torch.equal(call(), want))
+
+    threads = [threading.Thread(target=repeat) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -78,7 +78,9 @@ void bind_fused(py::module_& m) {
   m.def("scratch_bytes", &cuda::scratch_bytes, py::arg("device"), py::arg("form"), py::arg("k"),
         py::arg("block_rows"), "Memory that a fused GEMM needs for tiles that are shared.");
   m.def("row_block_size", &cuda::row_block_size, py::arg("rows"), py::arg("experts"),
-        py::arg("form"), "Rows of a work list's entries.");
+        py::arg("most"), "Rows of a work list's entries.");
+  m.def("most_block_rows", &cuda::most_block_rows, py::arg("device"), py::arg("form"),
+        "The most rows that an entry of a work list may have on the device.");
   m.def("expected_row_blocks", &cuda::expected_row_blocks, py::arg("rows"), py::arg("experts"),
         py::arg("block_rows"), "Entries that a work list is likely to have.");
   m.def("max_row_blocks", &cuda::max_row_blocks, py::arg("rows"), py::arg("experts"),

@@ -55,6 +55,7 @@ void clear_tiles(int, const int*, int64_t, int64_t, int64_t, uint8_t*, Stream) {
 void expand(int, const ExpandArgs&, Stream) { refuse("expand"); }
 
 void fused_gemm(int, const FusedGemmArgs&, Stream) { refuse("fused_gemm"); }
+int most_block_rows(int, RowForm) { return 64; }
 bool can_gate(const FusedGemmArgs&) { return false; }
 int64_t scratch_bytes(int, RowForm, int64_t, int) { return 0; }
 bool can_wgmma(int, const Nvfp4View&, int64_t) { return false; }

@@ -51,9 +51,13 @@ const DeviceTraits& traits(int device) {
   const auto found = known.find(device);
   if (found != known.end()) return found->second;
   const DeviceInfo info = device_info(device);
+  // A kernel of this file stands for all: the same targets were compiled for each.
+  const DeviceGuard guard(device);
+  cudaFuncAttributes code{};
+  FP4LT_CUDA_CHECK(cudaFuncGetAttributes(&code, read_kernel));
   return known
-      .emplace(device,
-               DeviceTraits{info.multiprocessors, info.major, info.minor, info.shared_bytes})
+      .emplace(device, DeviceTraits{info.multiprocessors, info.major, info.minor, info.shared_bytes,
+                                    info.major >= 9 && code.ptxVersion >= 90})
       .first->second;
 }
 

@@ -10,7 +10,7 @@
 namespace fp4lt::cuda {
 
 enum class RowForm : int {
-  kPrepared = 0,  // 16-bit, in the fused kernel's order (fused/gemm.h)
+  kPrepared = 0,  // 16-bit, in the fused kernel's order (fused/prepared.h)
   kPlain = 1,     // 16-bit, in order
   kCodes = 2,     // NVFP4: codes, and scales in tiles
   kImage = 3,     // 16-bit, as wgmma wants shared memory to be (fused/prepared.h)

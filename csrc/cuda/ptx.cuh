@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every line of inline PTX of the project, one instruction to a function.
+// Every line of inline PTX of the project but for wgmma's (ptx_wgmma.cuh), one instruction to a
+// function.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -218,8 +219,8 @@ __device__ __forceinline__ int load_acquire(const int* from) {
 }
 
 // Waits until the kernels before this one in the stream have finished and their writes are seen.
-// Every kernel of ours calls it before it touches global memory, whether or not it was launched
-// with programmatic serialization; without, it returns at once.
+// Every kernel of ours calls it before it touches global memory that a kernel before may write,
+// whether or not it was launched with programmatic serialization; without, it returns at once.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) route_kernel(const RouteArgs a) {
     a.slot_row[slot] = row;
     a.row_token[row] = static_cast<int>(slot / a.top_k);
     a.row_expert[row] = static_cast<int>(id);
-    if (a.row_place != nullptr) a.row_place[row] = row + to_place[id];
+    if (a.blocks != nullptr && a.row_place != nullptr) a.row_place[row] = row + to_place[id];
   }
 }
 

@@ -71,6 +71,7 @@ __all__: list[str] = [
     "fused_depth",
     "grouped_gemm",
     "max_row_blocks",
+    "most_block_rows",
     "packed_tiles",
     "pool_size",
     "quantize",
@@ -691,8 +692,6 @@ def cuda_prepare(
     scale_index: typing.SupportsInt | typing.SupportsIndex,
     global_out: typing.SupportsInt | typing.SupportsIndex,
     out: OperandRows,
-    slot_row: typing.SupportsInt | typing.SupportsIndex = 0,
-    top_k: typing.SupportsInt | typing.SupportsIndex = 0,
     starts: typing.SupportsInt | typing.SupportsIndex = 0,
     places: typing.SupportsInt | typing.SupportsIndex = 0,
     experts: typing.SupportsInt | typing.SupportsIndex = 0,
@@ -875,6 +874,11 @@ def max_row_blocks(
     Entries that a work list needs room for.
     """
 
+def most_block_rows(device: typing.SupportsInt | typing.SupportsIndex, form: RowForm) -> int:
+    """
+    The most rows that an entry of a work list may have on the device.
+    """
+
 def packed_tiles(
     rows: typing.SupportsInt | typing.SupportsIndex,
     experts: typing.SupportsInt | typing.SupportsIndex,
@@ -925,7 +929,7 @@ def route(
 def row_block_size(
     rows: typing.SupportsInt | typing.SupportsIndex,
     experts: typing.SupportsInt | typing.SupportsIndex,
-    form: RowForm,
+    most: typing.SupportsInt | typing.SupportsIndex,
 ) -> int:
     """
     Rows of a work list's entries.

@@ -126,7 +126,13 @@ bool can_wgmma(int device, const Nvfp4View& b, int64_t k) {
   // Code for sm_90a runs on compute capability 9.0 alone.
   const DeviceTraits& d = traits(device);
   return FP4LT_HAS_SM90A && d.major == 9 && d.minor == 0 && k % kStepK == 0 && is_wide(b, k) &&
-         2 * d.multiprocessors <= kMaxSharers;
+         b.codes_expert_stride > 0 && 2 * d.multiprocessors <= kMaxSharers;
+}
+
+int most_block_rows(int device, RowForm form) {
+  if (form == RowForm::kImage) return 128;
+  // 64 rows of activations do not fit into the 99 KB of compute capability 8.6, 8.9 and 12.x.
+  return traits(device).shared_bytes >= kStreamSharedBytes<8> ? 64 : 32;
 }
 
 bool can_gate(const FusedGemmArgs& p) {
@@ -142,9 +148,14 @@ int64_t scratch_bytes(int device, RowForm form, int64_t k, int block_rows) {
 }
 
 void fused_gemm(int device, const FusedGemmArgs& p, Stream stream) {
-  FP4LT_CHECK(aligned(p.b.scales, 16) && aligned(p.b.codes, 8) && p.b.codes_expert_stride % 8 == 0,
-              "fused: codes must lie at multiples of 8 bytes and scales at multiples of 16; these "
-              "do not: .clone() the tensor");
+  FP4LT_CHECK(aligned(p.b.codes, 8) && p.b.codes_expert_stride % 8 == 0,
+              "fused: every expert's codes must lie at multiples of 8 bytes; these do not: "
+              ".clone() the tensor of codes");
+  FP4LT_CHECK(aligned(p.b.scales, 16) && p.b.scales_expert_stride % 16 == 0,
+              "fused: every expert's scales must lie at multiples of 16 bytes; these do not: "
+              ".clone() the tensor of scales");
+  FP4LT_CHECK(p.block_rows <= most_block_rows(device, p.form), "fused: row blocks of ",
+              p.block_rows, " are too large for this device");
   const DeviceGuard guard(device);
   FP4LT_CHECK(p.form == RowForm::kPrepared || can_wgmma(device, p.b, p.k),
               "fused: activations are in wgmma's order, but these weights or this device cannot be "

@@ -21,11 +21,13 @@ struct RowBlock {
   int rows;
   int group;  // of eight rows in an image (prepared.h), where row0 is
 };
+static_assert(sizeof(RowBlock) == 16);
 
-// Rows of a work list's entries: 8, 16, 32 or 64, and 128 where all its GEMMs run on wgmma.  A
-// larger one reads the weights less often, a smaller one wastes less; the choice changes no bit of
-// the result.
-int row_block_size(int64_t rows, int64_t experts, RowForm form);
+// Rows of a work list's entries: 8, 16, ... up to `most`.  A larger one reads the weights less
+// often, a smaller one wastes less; the choice changes no bit of the result.
+int row_block_size(int64_t rows, int64_t experts, int most);
+// The largest that a device's shared memory holds for activations in this form.
+int most_block_rows(int device, RowForm form);
 
 // Entries that a work list is likely to have when `rows` are spread at random.
 int64_t expected_row_blocks(int64_t rows, int64_t experts, int block_rows);
@@ -48,7 +50,8 @@ struct FusedGemmArgs {
   int block_rows;
   int64_t expected_blocks;  // a guess at *block_count, to choose the launch by
   // Whether another kernel of this library was launched after the one that made the work list, so
-  // that the list is there before this launch begins and weights may be read ahead.
+  // that the list is there before this launch begins and weights may be read ahead of the kernel
+  // before this one.
   bool list_is_older;
   const void* a;          // prepared, rows of round_up(k, kPreparedK); kImage: an image
   DType a_type;           // kBF16 or kF16

@@ -10,13 +10,14 @@
 //
 // The unit of work is a range of K of a tile (partitions() of them).  Units are dealt out evenly,
 // so a tile may be shared by blocks of threads that follow each other: its first range's owner adds
-// what the others left in memory (hopper_share.cuh).  wgmma adds a k16 as mma.sync does, and ranges
-// are added in order: the bits are those of the other forms (tests/test_fused_gemm.py holds that).
+// what the others left in memory (hopper_finish.cuh).  wgmma adds a k16 as mma.sync does, and
+// ranges are added in order: the bits are those of the other forms (tests/test_fused_hopper.py
+// holds that).
 #pragma once
 
 #include "cuda/fused/hopper_copy.cuh"
 #include "cuda/fused/hopper_finish.cuh"
-#include "cuda/fused/wgmma.cuh"
+#include "cuda/ptx_wgmma.cuh"
 
 namespace fp4lt::cuda {
 
@@ -92,6 +93,9 @@ __device__ __forceinline__ void hopper_stage(const HopperStage& s, uint32_t x, f
     hopper_words<T, N, 0>(f, at, sum);
     hopper_words<T, N, 2>(f, at, sum);
   }
+  // Here and not after the branches of hopper_stage_of() meet: where they did with products under
+  // way, the compiler would run all of them one by one.
+  ptx::wgmma_wait<0>();
 }
 
 // Fewer tokens take a narrower instruction.
@@ -120,7 +124,8 @@ __device__ __forceinline__ void hopper_consume(const FusedKernelArgs& a, uint32_
   uint32_t codes = base + mine.row[0] * (kStepK / 2) + (t ^ mine.row[0] % 8) * 16;
   const uint32_t scales = base + L::kScales + t / 2 * kTileBytes;
   // Kept in registers: worked out once more in each step they would cost as much as the products.
-  asm volatile("" : "+r"(pick), "+r"(codes));
+  ptx::keep(pick);
+  ptx::keep(codes);
 
   int stage = 0, slot = 0;
   uint32_t parity = 0;
@@ -131,7 +136,8 @@ __device__ __forceinline__ void hopper_consume(const FusedKernelArgs& a, uint32_
     // With Gated, rows may begin in the middle of a scale tile.
     uint32_t line[2] = {scales + mine.line(0, item.half & 1),
                         scales + mine.line(1, item.half >> 1) + (Gated ? kScaleBytes : 0)};
-    asm volatile("" : "+r"(line[0]), "+r"(line[1]));
+    ptx::keep(line[0]);
+    ptx::keep(line[1]);
     float sum[NT * 4] = {};
     float total[NT * 4];
     int range = span.first_range(), step = span.first_step();
@@ -148,9 +154,8 @@ __device__ __forceinline__ void hopper_consume(const FusedKernelArgs& a, uint32_
                                pick};
         ptx::barrier_wait(full + stage * 8, parity);
         hopper_stage_of<T, NT>(item.rows, here, x, sum);
-        ptx::wgmma_wait<0>();
 #pragma unroll
-        for (int i = 0; i < NT * 4; ++i) asm volatile("" : "+f"(sum[i])::"memory");
+        for (int i = 0; i < NT * 4; ++i) ptx::settle(sum[i]);
         if (lane == 0) ptx::barrier_arrive(empty + stage * 8);
         if (++stage == L::kStages) {
           stage = 0;

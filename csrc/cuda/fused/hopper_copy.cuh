@@ -5,7 +5,7 @@
 #include <cuda.h>
 
 #include "cuda/fused/tile.cuh"
-#include "cuda/fused/wgmma.cuh"
+#include "cuda/ptx_wgmma.cuh"
 
 namespace fp4lt::cuda {
 
@@ -33,6 +33,10 @@ struct HopperLayout {
   static constexpr int kItems = kRows + kStages * NT * kGroupBytes;
   static constexpr int kBarriers = kItems + (kStages + 1) * kItemBytes;
   static constexpr int kBytes = kBarriers + 2 * kStages * 8;
+  // What setmaxnreg hands out must have been there, or it waits for ever.
+  static_assert(kHopperWarps * 32 * kRegisters + 128 * kCopyRegisters <=
+                kHopperThreads * (kBlocks == 2 ? 80 : 168));
+  static_assert(kStages >= 2 && kBytes <= 232448 / kBlocks);
 };
 
 // What is to be known of a tile and a row block; the copying thread leaves it for the others.
@@ -56,7 +60,8 @@ struct Units {
   int64_t count;  // of all blocks of threads
 
   __device__ __forceinline__ Units(const FusedKernelArgs& a, int64_t block) {
-    count = int64_t{*a.p.block_count} * a.tiles << a.parts_log2;
+    // Past L1, which may hold what an older list left: this may run before the kernel before ends.
+    count = int64_t{__ldcg(a.p.block_count)} * a.tiles << a.parts_log2;
     first = block * count / gridDim.x;
     end = (block + 1) * count / gridDim.x;
   }
@@ -121,7 +126,8 @@ class StepCursor {
   __device__ __forceinline__ void seek() {
     if (done()) return;
     step_ = span_.first_step();
-    block_ = a_.p.blocks[span_.item() / a_.tiles];
+    const int4 b = __ldcg(reinterpret_cast<const int4*>(a_.p.blocks) + span_.item() / a_.tiles);
+    block_ = {b.x, b.y, b.z, b.w};
     tile_ = span_.item() % a_.tiles;
   }
   const FusedKernelArgs& a_;

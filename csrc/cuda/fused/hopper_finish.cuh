@@ -60,7 +60,9 @@ __device__ __forceinline__ void publish_sums(const FusedKernelArgs& a) {
 }
 
 // Adds the ranges of `item` from `range` on, which the blocks of threads after this one have.  They
-// take them first of all, and wait for nobody.  Their flags are zero again afterwards.
+// take them first of all, and wait for nobody.  (Where they have not started yet, they will: blocks
+// are started in order, and all but one of those before them leave.)  Their flags are zero again
+// afterwards.
 template <int NT>
 __device__ __forceinline__ void collect_sums(const FusedKernelArgs& a, const Units& units, int item,
                                              int range, float* total) {

@@ -13,13 +13,12 @@ int partitions(int64_t k) {
   return steps >= 8 ? 4 : steps >= 4 ? 2 : 1;
 }
 
-int row_block_size(int64_t rows, int64_t experts, RowForm form) {
+int row_block_size(int64_t rows, int64_t experts, int most) {
   // Twice the average, so that most experts fit into one block when the routing is uneven.
   const int64_t want = ceil_div(2 * rows, std::max<int64_t>(experts, 1));
-  for (const int size : {8, 16, 32}) {
-    if (want <= size) return size;
-  }
-  return want <= 64 || form == RowForm::kPrepared ? 64 : 128;
+  int size = 8;
+  while (size < want && size < most) size *= 2;
+  return size;
 }
 
 int64_t expected_row_blocks(int64_t rows, int64_t experts, int block_rows) {

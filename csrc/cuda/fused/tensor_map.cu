@@ -30,9 +30,7 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
 }  // namespace
 
 CUtensorMap code_map(const Nvfp4View& b, int64_t n, int64_t row_bytes, int box_rows) {
-  // Where experts overlap or there is one, the stride is of no consequence, but must not be zero.
-  const auto stride =
-      static_cast<cuuint64_t>(b.codes_expert_stride > 0 ? b.codes_expert_stride : n * row_bytes);
+  const auto stride = static_cast<cuuint64_t>(b.codes_expert_stride);
   const cuuint64_t extents[3] = {static_cast<cuuint64_t>(row_bytes), static_cast<cuuint64_t>(n),
                                  kMaxExperts};
   const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_bytes), stride};

@@ -107,8 +107,7 @@ class FusedBackend:
             every = torch.arange(rows, dtype=ends.dtype, device=device)
             index = torch.searchsorted(ends, every, right=True).clamp_(max=problem.experts - 1)
             index = index.to(torch.int32)
-        # Its low half is what an int64 end has in its first four bytes: fewer than 2^31 rows.
-        count = address(ends[-1:])
+        count = address(starts[-1:])
         image = None
         if _form(call.b, device) == _C.RowForm.IMAGE:
             image = Image(work.places, starts=starts, places=places)
@@ -160,7 +159,8 @@ class _WorkList(NamedTuple):
         """Room for any routing of `rows`, for GEMMs with these weights."""
         images = all(_form(w, device) == _C.RowForm.IMAGE for w in weights)
         form = _C.RowForm.IMAGE if images else _C.RowForm.PREPARED
-        block_rows = _C.row_block_size(rows=rows, experts=experts, form=form)
+        most_rows = _C.most_block_rows(device=device.index, form=form)
+        block_rows = _C.row_block_size(rows=rows, experts=experts, most=most_rows)
         most = _C.max_row_blocks(rows=rows, experts=experts, block_rows=block_rows)
         words = max(most, 1) * _C.ROW_BLOCK_BYTES // 4
         flags = 4 + 2 * _C.MAX_SHARERS
@@ -194,6 +194,8 @@ def _gemm(
     scratch = _C.scratch_bytes(
         device=device.index, form=a.form, k=b.shape[2], block_rows=work.block_rows
     )
+    # Held until the launch: another thread may launch on this stream meanwhile.
+    sums = torch.empty(scratch, dtype=torch.uint8, device=device)
     # Each GEMM here follows a kernel of ours that follows the one that made the work list.
     _C.cuda_fused_gemm(
         form=a.form,
@@ -219,7 +221,7 @@ def _gemm(
         out_row_stride=row_strides("out", out)[1],
         gated=gated,
         limit=limit,
-        shared_sums=address(torch.empty(scratch, dtype=torch.uint8, device=device)),
+        shared_sums=address(sums),
         shared_flags=address(work.flags[int(second)]),
         **cuda_launch(device),
     )

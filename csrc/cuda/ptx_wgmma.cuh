@@ -35,6 +35,12 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t word) {
   return uint64_t{word} | uint64_t{GroupBytes >> 4} << 32;
 }
 
+// Tells the compiler that a finished wgmma wrote this accumulator.
+__device__ __forceinline__ void settle(float& sum) { asm volatile("" : "+f"(sum)::"memory"); }
+
+// Has the compiler hold a value in a register rather than work it out again.
+__device__ __forceinline__ void keep(uint32_t& v) { asm volatile("" : "+r"(v)); }
+
 // Lets the warps of a warpgroup have more registers, or fewer, than the kernel was launched with.
 template <int Registers>
 __device__ __forceinline__ void take_registers() {
