@@ -79,7 +79,7 @@ def test_every_range_begins_and_ends_where_it_says(hazard: _hazards.Hazard) -> N
 def test_refusals(
     version: int, capability: str, columns: tuple[int, ...], words: str | None
 ) -> None:
-    text = _hazards.fp4_refusal(version, capability, columns, {})
+    text = _hazards.refusal(version, capability, "fp4", columns, {})
     if words is None:
         assert text is None
     else:
@@ -87,12 +87,34 @@ def test_refusals(
         assert re.search(words, text), text
 
 
+@pytest.mark.parametrize(
+    ("version", "capability", "words"),
+    [
+        (120700, "10.0", None),
+        (130100, "9.0", None),
+        (130100, "10.0", "Tensor Memory.*install .*13.1.1.*FP4LT_ACCEPT_TENSOR_MEMORY=1"),
+        (130201, "11.0", "Tensor Memory"),
+        (130101, "10.3", None),
+        (130501, "10.3", None),
+    ],
+)
+def test_refusals_of_16_bit_products(version: int, capability: str, words: str | None) -> None:
+    text = _hazards.refusal(version, capability, "16-bit", (72,), {})
+    if words is None:
+        assert text is None
+    else:
+        assert text is not None
+        assert re.search(words, text), text
+    accept = {_hazards.ACCEPT_TENSOR_MEMORY: "1"}
+    assert _hazards.refusal(version, capability, "16-bit", (72,), accept) is None
+
+
 def test_the_tensor_memory_refusal_can_be_taken_back_and_no_other() -> None:
     accept = {_hazards.ACCEPT_TENSOR_MEMORY: "1"}
-    assert _hazards.fp4_refusal(130100, "10.0", (64,), accept) is None
-    assert _hazards.fp4_refusal(130100, "10.0", (64,), {_hazards.ACCEPT_TENSOR_MEMORY: "0"})
-    assert _hazards.fp4_refusal(120700, "10.0", (64,), accept)
-    assert _hazards.fp4_refusal(130100, "10.3", (8,), accept)
+    assert _hazards.refusal(130100, "10.0", "fp4", (64,), accept) is None
+    assert _hazards.refusal(130100, "10.0", "fp4", (64,), {_hazards.ACCEPT_TENSOR_MEMORY: "0"})
+    assert _hazards.refusal(120700, "10.0", "fp4", (64,), accept)
+    assert _hazards.refusal(130100, "10.3", "fp4", (8,), accept)
 
 
 def flags(filters: _C.AlgorithmFilters) -> tuple[bool, bool, bool]:
@@ -116,7 +138,7 @@ def test_filters(version: int, capability: str, want: tuple[bool, bool, bool]) -
 
 
 def test_every_action_has_its_place() -> None:
-    """What is refused is refused by `fp4_refusal` or in a capture; what is dropped, by a filter."""
+    """What is refused is refused by `refusal` or in a capture; what is dropped, by a filter."""
     actions = {hazard.key: hazard.action for hazard in _hazards.HAZARDS}
     assert {key for key, action in actions.items() if action == "drop"} == {
         "stages_768_auto",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,21 @@ def test_refusals_without_a_cuda_device() -> None:
     for backend in (dequant.DequantBackend(), cublaslt.CublasLtBackend()):
         text = backend.refusal(grouped(), torch.device("cpu"))
         assert text == "it needs a CUDA device, and the tensors are on cpu"
+
+
+@pytest.mark.parametrize("backend", [dequant.DequantBackend(), cublaslt.CublasLtBackend()])
+def test_both_backends_ask_for_the_defects_of_the_library(
+    monkeypatch: pytest.MonkeyPatch, backend: Any
+) -> None:
+    module = dequant if backend.name == "dequant" else cublaslt
+    monkeypatch.setattr(module, "device_refusal", lambda *_: None)
+    monkeypatch.setattr(_library, "opened", lambda: SimpleNamespace(version=130100))
+    monkeypatch.setenv(looped.TEST_CAPABILITY, "10.0")
+    monkeypatch.delenv("FP4LT_ACCEPT_TENSOR_MEMORY", raising=False)
+    text = backend.refusal(grouped(), torch.device("cuda", 0))
+    assert text is not None and "Tensor Memory" in text
+    monkeypatch.setenv("FP4LT_ACCEPT_TENSOR_MEMORY", "1")
+    assert backend.refusal(grouped(), torch.device("cuda", 0)) is None
 
 
 @pytest.mark.parametrize(

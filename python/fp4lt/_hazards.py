@@ -20,6 +20,8 @@ Action: TypeAlias = Literal["refuse", "drop", "avoid", "warn"]
 """What is done: the product is refused; the algorithms concerned are not used; the way we call the
 library keeps clear of it; or it is only said."""
 
+Operands: TypeAlias = Literal["fp4", "16-bit", "any"]
+
 _OPEN: Final = 1 << 30
 _EVERY: Final = ("",)
 
@@ -41,8 +43,8 @@ class Hazard(NamedTuple):
         What goes wrong.
     cure : str
         What to install.
-    fp4_only : bool
-        Whether products of 16-bit operands are safe.
+    operands : str
+        Products of which operands it spoils: "fp4", "16-bit" or "any".
     """
 
     key: str
@@ -51,7 +53,7 @@ class Hazard(NamedTuple):
     action: Action
     text: str
     cure: str
-    fp4_only: bool = True
+    operands: Operands = "fp4"
 
 
 HAZARDS: Final = (
@@ -78,6 +80,7 @@ HAZARDS: Final = (
         "refuse",
         "wrong results when another kernel that uses Tensor Memory runs at the same time",
         "12.8.5, 12.9.2, 13.1.1, 13.2.2, or 13.3.0 and later",
+        operands="any",
     ),
     Hazard(
         "ragged_64",
@@ -102,7 +105,7 @@ HAZARDS: Final = (
         "drop",
         "wrong results from split-K algorithms at some K",
         "13.8.0 or later",
-        fp4_only=False,
+        operands="any",
     ),
     Hazard(
         "early_alpha",
@@ -111,7 +114,7 @@ HAZARDS: Final = (
         "avoid",
         "a device alpha may be read before the kernel that writes it has ended",
         "13.6.1 or later",
-        fp4_only=False,
+        operands="any",
     ),
     Hazard(
         "one_row",
@@ -120,7 +123,7 @@ HAZARDS: Final = (
         "warn",
         "products of one row may be refused",
         "13.6.1 or later",
-        fp4_only=False,
+        operands="any",
     ),
     Hazard(
         "query_in_capture",
@@ -129,7 +132,7 @@ HAZARDS: Final = (
         "refuse",
         "asking for algorithms breaks a graph capture",
         "13.6.1 or later",
-        fp4_only=False,
+        operands="any",
     ),
     Hazard(
         "grouped",
@@ -154,18 +157,20 @@ def hazards(version: int, capability: str) -> list[Hazard]:
     ]
 
 
-def fp4_refusal(
+def refusal(
     version: int,
     capability: str,
-    columns: tuple[int, ...],
+    operands: Literal["fp4", "16-bit"],
+    columns: tuple[int, ...] = (),
     environ: Mapping[str, str] | None = None,
 ) -> str | None:
-    """Why this version may not multiply FP4 on the device, or None.
+    """Why this version may not multiply such operands on the device, or None.
 
     Parameters
     ----------
     version : int
     capability : str
+    operands : "fp4" or "16-bit"
     columns : tuple of int
         Out-features of each product.
     environ : mapping, optional
@@ -173,7 +178,9 @@ def fp4_refusal(
     """
     accepts = (os.environ if environ is None else environ).get(ACCEPT_TENSOR_MEMORY) == "1"
     for hazard in hazards(version, capability):
-        if hazard.action != "refuse" or not hazard.fp4_only:
+        if hazard.action != "refuse" or hazard.operands not in (operands, "any"):
+            continue
+        if hazard.key == "query_in_capture":  # of captures only: the loop refuses those
             continue
         if hazard.key == "ragged_64" and all(n % 64 == 0 for n in columns):
             continue

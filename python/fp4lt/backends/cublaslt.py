@@ -33,7 +33,7 @@ class CublasLtBackend:
         if refused is not None:
             return refused
         version = _library.opened().version
-        return _hazards.fp4_refusal(version, f"{major}.{minor}", _columns(problem))
+        return _hazards.refusal(version, f"{major}.{minor}", "fp4", _columns(problem))
 
     def grouped_mm(self, problem: GroupedProblem, call: GroupedCall) -> None:
         """See :class:`fp4lt.backends.base.Backend`."""
