@@ -68,7 +68,7 @@ def test_every_range_begins_and_ends_where_it_says(hazard: _hazards.Hazard) -> N
         (120700, "10.0", (64,), "no FP4 matmul; install 12.8.0"),
         (120803, "12.0", (64,), "no FP4 matmul for this GPU; install 12.8.4"),
         (120804, "12.0", (8,), None),
-        (130100, "10.0", (64,), "Tensor Memory.*install .*13.1.1.*FP4LT_ACCEPT_TENSOR_MEMORY=1"),
+        (130100, "10.0", (64,), "Tensor Memory.*install .*13.1.1.*FP4LT_ACCEPT_TENSOR_MEMORY=1.*risk"),
         (130101, "10.0", (8,), None),
         (130101, "10.3", (128, 72), "multiple of 64; install 13.3.0"),
         (130101, "10.3", (128, 64), None),
@@ -92,7 +92,7 @@ def test_refusals(
     [
         (120700, "10.0", None),
         (130100, "9.0", None),
-        (130100, "10.0", "Tensor Memory.*install .*13.1.1.*FP4LT_ACCEPT_TENSOR_MEMORY=1"),
+        (130100, "10.0", "Tensor Memory.*install .*13.1.1.*FP4LT_ACCEPT_TENSOR_MEMORY=1.*risk"),
         (130201, "11.0", "Tensor Memory"),
         (130101, "10.3", None),
         (130501, "10.3", None),
@@ -115,6 +115,22 @@ def test_the_tensor_memory_refusal_can_be_taken_back_and_no_other() -> None:
     assert _hazards.refusal(130100, "10.0", "fp4", (64,), {_hazards.ACCEPT_TENSOR_MEMORY: "0"})
     assert _hazards.refusal(120700, "10.0", "fp4", (64,), accept)
     assert _hazards.refusal(130100, "10.3", "fp4", (8,), accept)
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "streams"),
+    [
+        (130100, "10.0", 1),
+        (130201, "11.0", 1),
+        (130100, "9.0", _C.MAX_STREAMS),
+        (130100, "12.0", _C.MAX_STREAMS),
+        (130101, "10.0", _C.MAX_STREAMS),
+    ],
+)
+def test_products_that_can_spoil_each_other_share_one_stream(
+    version: int, capability: str, streams: int
+) -> None:
+    assert _hazards.most_streams(version, capability) == streams
 
 
 def flags(filters: _C.AlgorithmFilters) -> tuple[bool, bool, bool]:

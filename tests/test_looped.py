@@ -55,6 +55,38 @@ def test_packed_tiles_never_overlap() -> None:
         assert used <= _C.packed_tiles(int(starts[-1]), 12)
 
 
+class Recorder:
+    """A compiled loop that only says what it was given."""
+
+    stream_bytes = 256
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def run(self, **given: Any) -> None:
+        self.calls.append(given)
+
+
+@pytest.mark.parametrize(("version", "streams"), [(130100, 1), (130101, 8)])
+def test_streams_of_a_call(monkeypatch: pytest.MonkeyPatch, version: int, streams: int) -> None:
+    """Where kernels side by side spoil results there is one stream, as with one expert."""
+    monkeypatch.setattr(_library, "opened", lambda: SimpleNamespace(version=version))
+    monkeypatch.setattr(looped, "cuda_launch", lambda _: {"device": 0, "stream": 0})
+    monkeypatch.setenv(looped.TEST_CAPABILITY, "10.0")
+    cpu = torch.device("cpu")
+    gemm: Any = Recorder()
+    kinds = _C.LoopedWeights.EXPANDED, _C.DType.BF16, _C.DType.F32
+    looped.multiply(
+        looped.Product(64, 64, *kinds),
+        looped.Sizes(torch.arange(1, 13), 12, cpu),
+        fp4lt.quantize(torch.ones(12, 64, 64)),
+        torch.ones(12, 64, dtype=BF16),
+        torch.empty(12, 64),
+        gemm=gemm,
+    )
+    assert [call["streams"] for call in gemm.calls] == [streams]
+
+
 def grouped(**changes: Any) -> GroupedProblem:
     given: dict[str, Any] = {
         "experts": 4,

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from fp4lt import _C
 from fp4lt._library import version_name
 
 ACCEPT_TENSOR_MEMORY: Final = "FP4LT_ACCEPT_TENSOR_MEMORY"
-"""Environment variable that takes back the refusal of versions with the Tensor Memory defect."""
+"""Environment variable that takes back the refusal of versions with the Tensor Memory defect: calls
+then use one stream, and that no other kernel runs on the GPU is up to the user."""
 
 Action: TypeAlias = Literal["refuse", "drop", "avoid", "warn"]
 """What is done: the product is refused; the algorithms concerned are not used; the way we call the
@@ -191,9 +193,23 @@ def refusal(
             f"{hazard.text}; install {hazard.cure}"
         )
         if hazard.key == "tensor_memory":
-            text += f" (or set {ACCEPT_TENSOR_MEMORY}=1 where nothing else runs on the GPU)"
+            text += (
+                f" (or set {ACCEPT_TENSOR_MEMORY}=1 for one stream, slower; what else runs on the "
+                "GPU can still spoil results, at your own risk)"
+            )
         return text
     return None
+
+
+@lru_cache(maxsize=64)
+def most_streams(version: int, capability: str) -> int:
+    """Streams that products may run on side by side: one where each can spoil the others.
+
+    That holds whether the defect was accepted or not: what is accepted is the risk of other kernels
+    on the GPU, which nothing here can see.
+    """
+    keys = {hazard.key for hazard in hazards(version, capability)}
+    return 1 if "tensor_memory" in keys else _C.MAX_STREAMS
 
 
 def filters(version: int, capability: str) -> _C.AlgorithmFilters:
