@@ -126,13 +126,16 @@ def test_both_backends_ask_for_the_defects_of_the_library(
     [
         (grouped(b_format="bfloat16"), "multiplies NVFP4 weights, and these are bfloat16"),
         (grouped(recipe="w4a16"), "NVFP4 by NVFP4; use recipe='w4a4'"),
-        (grouped(k=48), "multiple of 32, and this is 48"),
+        (grouped(k=48), "multiple of 64, and this is 48"),
+        (grouped(k=96), "multiple of 64, and this is 96; pad codes and scales with zeros"),
+        (grouped(k=192), None),
         (grouped(n=60), "multiple of 8, and these are 60"),
         (grouped(a_format="nvfp4"), None),
         (grouped(a_format="float32"), None),
         (MoEProblem(4, 64, 48, 2, BF16, "nvfp4", "w4a4", "gate_up", "silu"), "this is 48"),
         (MoEProblem(4, 64, 96, 2, BF16, "nvfp4", "w4a16", "gate_up", "silu"), "use recipe"),
-        (MoEProblem(4, 64, 96, 2, BF16, "nvfp4", "w4a4", None, "relu2"), None),
+        (MoEProblem(4, 64, 96, 2, BF16, "nvfp4", "w4a4", None, "relu2"), "this is 96"),
+        (MoEProblem(4, 64, 128, 2, BF16, "nvfp4", "w4a4", None, "relu2"), None),
     ],
     ids=str,
 )
