@@ -94,12 +94,25 @@ def test_every_attribute_is_read_back(operand: Any, out: Any) -> None:
         ({"alignment": 8}, "multiples of 16 bytes"),
         ({"n": 0}, "empty"),
         ({"lda": 7136}, "leading dimension"),
+        ({"lda": 1 << 32}, "less than 2 GiB"),
+        ({"ldb": 1 << 32}, "less than 2 GiB"),
+        ({"ldd": 1 << 30}, "less than 2 GiB"),
+        ({"out": TYPES.R_32F, "ldd": 1 << 29}, "less than 2 GiB"),
+        ({"operand": TYPES.R_16F, "lda": 1 << 30}, "less than 2 GiB"),
     ],
 )
-def test_what_the_documentation_rules_out_is_refused(changes: dict[str, Any], words: str) -> None:
-    library = real_library()
+def test_what_the_documentation_rules_out_is_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    library = _C.CublasLt(str(stub(tmp_path, 130602, status=0)))
     with pytest.raises(ArgumentError, match=words):
         _C.cublaslt_read_back(library, description(**changes), a_scales=16, b_scales=16)
+
+
+def test_the_longest_leading_dimensions_are_taken(tmp_path: Path) -> None:
+    library = _C.CublasLt(str(stub(tmp_path, 130602, status=0)))
+    longest = description(lda=(1 << 32) - 32, ldb=(1 << 32) - 32, ldd=(1 << 30) - 8)
+    assert _C.cublaslt_read_back(library, longest, a_scales=16, b_scales=16)
 
 
 def test_sixteen_bit_operands_may_be_ragged() -> None:

@@ -23,6 +23,10 @@ from fp4lt import _C, _hazards
         (130700, "10.3", "768"),
         (130800, "10.0", "grouped products"),
         (130100, "9.0", "split-K"),
+        (130100, "9.0", "leading dimension"),
+        (130202, "12.1", "DGX Spark"),
+        (130202, "12.0", "sibling"),
+        (130501, "12.0", "RTX 50"),
     ],
 )
 def test_known_defects(version: int, capability: str, words: str) -> None:
@@ -32,7 +36,11 @@ def test_known_defects(version: int, capability: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("version", "capability", "words"),
     [
-        (120804, "12.0", ""),
+        (120804, "12.0", "FP4"),
+        (130101, "9.0", "leading dimension"),
+        (130300, "12.1", "DGX Spark"),
+        (130300, "12.0", "sibling"),
+        (130600, "12.0", "RTX 50"),
         (120805, "10.0", "Tensor Memory"),
         (130101, "10.0", "Tensor Memory"),
         (130202, "11.0", "Tensor Memory"),
@@ -96,6 +104,8 @@ def test_refusals(
         (130201, "11.0", "Tensor Memory"),
         (130101, "10.3", None),
         (130501, "10.3", None),
+        (130202, "12.0", None),
+        (130300, "12.1", None),
     ],
 )
 def test_refusals_of_16_bit_products(version: int, capability: str, words: str | None) -> None:
@@ -107,6 +117,13 @@ def test_refusals_of_16_bit_products(version: int, capability: str, words: str |
         assert re.search(words, text), text
     accept = {_hazards.ACCEPT_TENSOR_MEMORY: "1"}
     assert _hazards.refusal(version, capability, "16-bit", (72,), accept) is None
+
+
+def test_16_bit_products_are_refused_on_dgx_spark_and_fp4_ones_are_not() -> None:
+    text = _hazards.refusal(130202, "12.1", "16-bit", (), {_hazards.ACCEPT_TENSOR_MEMORY: "1"})
+    assert text is not None
+    assert "DGX Spark; install 13.3.0" in text
+    assert _hazards.refusal(130202, "12.1", "fp4", (64,), {}) is None
 
 
 def test_the_tensor_memory_refusal_can_be_taken_back_and_no_other() -> None:
@@ -164,5 +181,6 @@ def test_every_action_has_its_place() -> None:
         "no_fp4",
         "tensor_memory",
         "ragged_64",
+        "spark_16_bit",
         "query_in_capture",
     }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is known to be wrong with versions of libcublasLt, and what is done about it.
 
-From NVIDIA's release notes, as far as they concern what fp4lt asks of the library.
+From NVIDIA's release notes, and one from users' reports, as far as they concern what fp4lt asks of the library.
 """
 
 from __future__ import annotations
@@ -101,6 +101,42 @@ HAZARDS: Final = (
         "13.6.2, or 13.8.0 and later",
     ),
     Hazard(
+        "spark_16_bit",
+        ("12.1",),
+        ((0, 130300),),
+        "refuse",
+        "illegal memory accesses in bf16 and fp16 products on DGX Spark",
+        "13.3.0 or later",
+        operands="16-bit",
+    ),
+    Hazard(
+        "geforce_16_bit",
+        ("12.0",),
+        ((0, 130300),),
+        "warn",
+        "illegal memory accesses in bf16 and fp16 products are known of its sibling 12.1",
+        "13.3.0 or later",
+        operands="16-bit",
+    ),
+    Hazard(
+        "large_stride",
+        ("9.0", "10.", "11."),
+        ((120603, 120805), (120900, 120902), (130000, 130101), (130200, 130202)),
+        "avoid",
+        "wrong results or illegal memory accesses where a leading dimension is 2 GiB or more",
+        "12.8.5, 12.9.2, 13.1.1, 13.2.2, or 13.3.0 and later",
+        operands="any",
+    ),
+    Hazard(
+        "memory_errors",
+        ("12.0",),
+        ((130501, 130600),),
+        "warn",
+        "memory errors on RTX 50 laptops, from users' reports, which 13.4.0 did not have",
+        "13.4.0, or a later version than 13.5.1",
+        operands="any",
+    ),
+    Hazard(
         "uneven_split_k",
         ("9.0", "10.", "11."),
         ((120603, 130800),),
@@ -145,7 +181,8 @@ HAZARDS: Final = (
         "13.4 to 13.6 for grouped products",
     ),
 )
-"""``early_alpha`` is avoided since alpha is written before the event that the products wait for.
+"""``large_stride`` is avoided since such strides are refused, with every version.
+``early_alpha`` is avoided since alpha is written before the event that the products wait for.
 ``query_in_capture`` refuses only a capture whose products have not run before."""
 
 
