@@ -188,7 +188,12 @@ def test_needed_functions_are_all_looked_up() -> None:
     assert {"cublasLtMatmul", "cublasLtMatmulAlgoGetHeuristic"} <= set(names)
 
 
-NONE = {"drop_768_auto": False, "drop_uneven_split_k": False, "no_query_in_capture": False}
+NONE = {
+    "drop_768_auto": False,
+    "drop_uneven_split_k": False,
+    "no_query_in_capture": False,
+    "refuses_one_row": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -213,6 +218,19 @@ def test_algorithms_that_are_dropped(
         filters=_C.AlgorithmFilters(**(NONE | filters)),
     )
     assert (reason is None) if words is None else (reason is not None and words in reason)
+
+
+@pytest.mark.parametrize("name", NONE)
+@pytest.mark.parametrize("changes", [{"n": 1}, {"m": 1}, {"n": 2}], ids=str)
+def test_a_refused_product_of_one_row_says_what_to_install(
+    name: str, changes: dict[str, int]
+) -> None:
+    filters = _C.AlgorithmFilters(**(NONE | {name: True}))
+    text = _C.cublaslt_advice(description(**changes), filters)
+    if name == "refuses_one_row" and 1 in changes.values():
+        assert "one row or one out-feature: install libcublasLt 13.6.1 or later" in text
+    else:
+        assert text == ""
 
 
 def headers() -> list[Path]:

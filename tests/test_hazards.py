@@ -76,7 +76,12 @@ def test_every_range_begins_and_ends_where_it_says(hazard: _hazards.Hazard) -> N
         (120700, "10.0", (64,), "no FP4 matmul; install 12.8.0"),
         (120803, "12.0", (64,), "no FP4 matmul for this GPU; install 12.8.4"),
         (120804, "12.0", (8,), None),
-        (130100, "10.0", (64,), "Tensor Memory.*install .*13.1.1.*FP4LT_ACCEPT_TENSOR_MEMORY=1.*risk"),
+        (
+            130100,
+            "10.0",
+            (64,),
+            "Tensor Memory.*install .*13.1.1.*FP4LT_ACCEPT_TENSOR_MEMORY=1.*risk",
+        ),
         (130101, "10.0", (8,), None),
         (130101, "10.3", (128, 72), "multiple of 64; install 13.3.0"),
         (130101, "10.3", (128, 64), None),
@@ -150,23 +155,28 @@ def test_products_that_can_spoil_each_other_share_one_stream(
     assert _hazards.most_streams(version, capability) == streams
 
 
-def flags(filters: _C.AlgorithmFilters) -> tuple[bool, bool, bool]:
-    return filters.drop_768_auto, filters.drop_uneven_split_k, filters.no_query_in_capture
+def flags(filters: _C.AlgorithmFilters) -> tuple[bool, bool, bool, bool]:
+    return (
+        filters.drop_768_auto,
+        filters.drop_uneven_split_k,
+        filters.no_query_in_capture,
+        filters.refuses_one_row,
+    )
 
 
 @pytest.mark.parametrize(
     ("version", "capability", "want"),
     [
-        (130100, "9.0", (False, True, False)),
-        (130800, "9.0", (False, False, False)),
-        (130501, "10.3", (True, True, True)),
-        (130602, "10.3", (False, True, False)),
-        (130700, "10.3", (True, True, False)),
-        (130501, "12.0", (False, False, True)),
-        (130800, "10.7", (False, False, False)),
+        (130100, "9.0", (False, True, False, False)),
+        (130800, "9.0", (False, False, False, False)),
+        (130501, "10.3", (True, True, True, True)),
+        (130602, "10.3", (False, True, False, False)),
+        (130700, "10.3", (True, True, False, False)),
+        (130501, "12.0", (False, False, True, True)),
+        (130800, "10.7", (False, False, False, False)),
     ],
 )
-def test_filters(version: int, capability: str, want: tuple[bool, bool, bool]) -> None:
+def test_filters(version: int, capability: str, want: tuple[bool, bool, bool, bool]) -> None:
     assert flags(_hazards.filters(version, capability)) == want
 
 

@@ -16,6 +16,7 @@ struct Filters {
   bool drop_768_auto = false;        // stages 768xAUTO
   bool drop_uneven_split_k = false;  // algorithm 66 with a number of splits that does not divide K
   bool no_query_in_capture = false;  // asking for algorithms would break an ongoing capture
+  bool refuses_one_row = false;      // some products with n or m of 1 are refused
 };
 
 struct Algorithm {
@@ -34,6 +35,9 @@ abi::Algo algo_from_bytes(const std::string& bytes);
 
 // Why a filter drops the algorithm at this K, or null.
 const char* dropped(const Algorithm& a, int64_t k, const Filters& filters);
+
+// What to say of a product that the library refuses, beside the product; may be empty.
+const char* advice(const MatmulDescription& matmul, const Filters& filters);
 
 // At most `count` algorithms in the library's order of preference.  An FP4 product must have its
 // scale pointers set.  Throws LibraryError with the whole description if the library has none, or

@@ -44,10 +44,10 @@ const MatmulDescription& checked(const MatmulDescription& d) {
   // Past this, algorithm 66 of some versions is wrong or reads elsewhere; nobody needs it.
   constexpr int64_t kTooLong = int64_t{1} << 31;
   const int64_t operand_bits = d.block_scaled() ? 4 : 16;
-  FP4LT_CHECK(std::max(d.lda, d.ldb) * operand_bits / 8 < kTooLong &&
-                  d.ldd * (d.out == abi::kR32F ? 4 : 2) < kTooLong,
-              "leading dimensions must be less than 2 GiB; make the tensors contiguous: ",
-              to_string(d));
+  FP4LT_CHECK(
+      std::max(d.lda, d.ldb) * operand_bits / 8 < kTooLong &&
+          d.ldd * (d.out == abi::kR32F ? 4 : 2) < kTooLong,
+      "leading dimensions must be less than 2 GiB; make the tensors contiguous: ", to_string(d));
   if (d.block_scaled()) check_block_scaled(d);
   return d;
 }

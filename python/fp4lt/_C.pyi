@@ -42,6 +42,7 @@ __all__: list[str] = [
     "combine",
     "compiler",
     "cpu_kernels",
+    "cublaslt_advice",
     "cublaslt_dropped",
     "cublaslt_read_back",
     "cuda_activate",
@@ -270,7 +271,12 @@ class AlgorithmFilters:
     Defects that concern single algorithms.
     """
     def __init__(
-        self, *, drop_768_auto: bool, drop_uneven_split_k: bool, no_query_in_capture: bool
+        self,
+        *,
+        drop_768_auto: bool,
+        drop_uneven_split_k: bool,
+        no_query_in_capture: bool,
+        refuses_one_row: bool,
     ) -> None: ...
     @property
     def drop_768_auto(self) -> bool: ...
@@ -278,6 +284,8 @@ class AlgorithmFilters:
     def drop_uneven_split_k(self) -> bool: ...
     @property
     def no_query_in_capture(self) -> bool: ...
+    @property
+    def refuses_one_row(self) -> bool: ...
 
 class LoopedWeights(enum.IntEnum):
     DENSE = 0
@@ -447,6 +455,11 @@ def compiler() -> str:
 def cpu_kernels() -> list[str]:
     """
     Names of the CPU kernel tables that this processor runs, the best one last.
+    """
+
+def cublaslt_advice(description: MatmulDescription, filters: AlgorithmFilters) -> str:
+    """
+    What to say of a product that the library refuses; may be empty.
     """
 
 def cublaslt_dropped(
@@ -691,8 +704,6 @@ def cuda_prepare(
     scale_index: typing.SupportsInt | typing.SupportsIndex,
     global_out: typing.SupportsInt | typing.SupportsIndex,
     out: OperandRows,
-    slot_row: typing.SupportsInt | typing.SupportsIndex = 0,
-    top_k: typing.SupportsInt | typing.SupportsIndex = 0,
     starts: typing.SupportsInt | typing.SupportsIndex = 0,
     places: typing.SupportsInt | typing.SupportsIndex = 0,
     experts: typing.SupportsInt | typing.SupportsIndex = 0,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is known to be wrong with versions of libcublasLt, and what is done about it.
 
-From NVIDIA's release notes, and one from users' reports, as far as they concern what fp4lt asks of the library.
+From NVIDIA's release notes, and one from users' reports, as far as they concern what fp4lt asks of
+the library.
 """
 
 from __future__ import annotations
@@ -256,4 +257,5 @@ def filters(version: int, capability: str) -> _C.AlgorithmFilters:
         drop_768_auto="stages_768_auto" in keys,
         drop_uneven_split_k="uneven_split_k" in keys,
         no_query_in_capture="query_in_capture" in keys,
+        refuses_one_row="one_row" in keys,
     )
