@@ -109,6 +109,19 @@ def test_what_the_documentation_rules_out_is_refused(
         _C.cublaslt_read_back(library, description(**changes), a_scales=16, b_scales=16)
 
 
+@pytest.mark.parametrize(
+    ("scales", "words"),
+    [
+        ({"a_scales": 8, "b_scales": 16}, r"weights' scales .* 16 bytes .*\.clone\(\)"),
+        ({"a_scales": 16, "b_scales": 24}, r"activations' scales .* 16 bytes"),
+    ],
+)
+def test_misaligned_scales_are_refused(tmp_path: Path, scales: dict[str, int], words: str) -> None:
+    library = _C.CublasLt(str(stub(tmp_path, 130602, status=0)))
+    with pytest.raises(ArgumentError, match=words):
+        _C.cublaslt_read_back(library, description(), **scales)
+
+
 def test_the_longest_leading_dimensions_are_taken(tmp_path: Path) -> None:
     library = _C.CublasLt(str(stub(tmp_path, 130602, status=0)))
     longest = description(lda=(1 << 32) - 32, ldb=(1 << 32) - 32, ldd=(1 << 30) - 8)

@@ -137,6 +137,11 @@ std::vector<LoopedGemm::Part> LoopedGemm::plan(const LoopedCall& call,
                   (reinterpret_cast<uintptr_t>(call.nvfp4.codes) % 8 == 0 &&
                    call.nvfp4.codes_expert_stride % 8 == 0),
               "looped: codes must lie at multiples of 8 bytes; these do not: .clone() the tensor");
+  // The first expert's scales are looked at by set_scales(), before anything is launched.
+  FP4LT_CHECK(
+      shape_.weights != Weights::kCodes || call.nvfp4.scales_expert_stride % 16 == 0,
+      "looped: each expert's scales must lie at multiples of 16 bytes for FP4, and these are ",
+      call.nvfp4.scales_expert_stride, " bytes apart: .clone() the tensor");
   std::vector<Part> parts = this->parts(call);
   const std::lock_guard<std::mutex> lock(mutex_);
   const RelaxedCapture relaxed;

@@ -90,6 +90,12 @@ void Matmul::set_rows(int64_t n) {
 }
 
 void Matmul::set_scales(const void* a_scales, const void* b_scales) {
+  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  FP4LT_CHECK(aligned(a_scales),
+              "the weights' scales must lie at multiples of 16 bytes for FP4; these do not: "
+              ".clone() the tensor");
+  FP4LT_CHECK(aligned(b_scales),
+              "the activations' scales must lie at multiples of 16 bytes for FP4");
   desc.set(abi::kDescAScalePointer, a_scales);
   desc.set(abi::kDescBScalePointer, b_scales);
 }

@@ -74,7 +74,8 @@ def _format_refusal(problem: GroupedProblem | MoEProblem) -> str | None:
         if k % 64:
             return (
                 "cuBLASLt's FP4 needs an inner dimension that fills its tiles of scales, a "
-                f"multiple of 64, and this is {k}; pad codes and scales with zeros, or use backend='fused'"
+                f"multiple of 64, and this is {k}; pad codes and scales with zeros, or use "
+                "backend='fused'"
             )
     for n in _columns(problem):
         if n % 8:
