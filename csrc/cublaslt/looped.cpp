@@ -26,6 +26,14 @@ uint32_t alignment_of(const void* base, int64_t stride) {
   return static_cast<uint32_t>(bits & (~bits + 1));
 }
 
+// Not restored, unlike with a guard: a helper thread begins with device 0, and setting that again
+// would open a context there.  The thread that calls has a guard of its own.
+void use_device(int device) {
+  int current = 0;
+  FP4LT_CUDA_CHECK(cudaGetDevice(&current));
+  if (current != device) FP4LT_CUDA_CHECK(cudaSetDevice(device));
+}
+
 struct Job {
   int64_t expert, start, rows;
 };
@@ -199,7 +207,7 @@ void LoopedGemm::run(const LoopedCall& call) {
       capturing ? 1
                 : static_cast<int>(std::clamp<int64_t>(count / kJobsPerThread, 1, call.threads));
   parallel_for(loan.size(), threads, [&](int64_t s) {
-    const cuda::DeviceGuard own(device_);
+    use_device(device_);
     Worker worker(*this, call, parts, loan[static_cast<int>(s)],
                   at(call.workspace, s * stream_bytes()), false);
     for (int64_t j = s; j < count; j += loan.size()) {
