@@ -120,7 +120,10 @@ Algorithm LoopedGemm::choose(Table& table, Matmul& matmul, int64_t rows, bool ca
   const auto known = table.by_rows.find(rows);
   if (known != table.by_rows.end()) return known->second;
   const int64_t bucket = row_bucket(rows);
-  const auto pinned = pinned_.find(bucket);
+  // Pinned ones were chosen for aligned operands, and AlgoCheck knows nothing of pointers.
+  const MatmulDescription& d = matmul.description();
+  const bool aligned = std::min({d.a_alignment, d.b_alignment, d.d_alignment}) >= 16;
+  const auto pinned = aligned ? pinned_.find(bucket) : pinned_.end();
   const abi::Algo* proposal = pinned != pinned_.end() ? &pinned->second : nullptr;
   if (proposal == nullptr) {
     auto found = table.buckets.find(bucket);

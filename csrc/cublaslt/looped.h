@@ -84,7 +84,8 @@ class LoopedGemm {
 
   // The library's proposals for products of `rows` rows of a call like this one, best first.
   std::vector<Algorithm> candidates(const LoopedCall& call, int64_t rows, int count);
-  // Use this algorithm for all products of a bucket from now on, wherever it serves.
+  // Use this algorithm for all products of a bucket from now on, wherever it serves and all
+  // operands lie at multiples of 16 bytes.
   void pin(int64_t bucket, const abi::Algo& algo);
 
  private:
