@@ -206,6 +206,7 @@ NONE = {
     "drop_uneven_split_k": False,
     "no_query_in_capture": False,
     "refuses_one_row": False,
+    "reads_alpha_early": False,
 }
 
 

@@ -155,28 +155,29 @@ def test_products_that_can_spoil_each_other_share_one_stream(
     assert _hazards.most_streams(version, capability) == streams
 
 
-def flags(filters: _C.AlgorithmFilters) -> tuple[bool, bool, bool, bool]:
+def flags(filters: _C.AlgorithmFilters) -> tuple[bool, ...]:
     return (
         filters.drop_768_auto,
         filters.drop_uneven_split_k,
         filters.no_query_in_capture,
         filters.refuses_one_row,
+        filters.reads_alpha_early,
     )
 
 
 @pytest.mark.parametrize(
     ("version", "capability", "want"),
     [
-        (130100, "9.0", (False, True, False, False)),
-        (130800, "9.0", (False, False, False, False)),
-        (130501, "10.3", (True, True, True, True)),
-        (130602, "10.3", (False, True, False, False)),
-        (130700, "10.3", (True, True, False, False)),
-        (130501, "12.0", (False, False, True, True)),
-        (130800, "10.7", (False, False, False, False)),
+        (130100, "9.0", (False, True, False, False, False)),
+        (130800, "9.0", (False, False, False, False, False)),
+        (130501, "10.3", (True, True, True, True, True)),
+        (130602, "10.3", (False, True, False, False, False)),
+        (130700, "10.3", (True, True, False, False, False)),
+        (130501, "12.0", (False, False, True, True, True)),
+        (130800, "10.7", (False, False, False, False, False)),
     ],
 )
-def test_filters(version: int, capability: str, want: tuple[bool, bool, bool, bool]) -> None:
+def test_filters(version: int, capability: str, want: tuple[bool, ...]) -> None:
     assert flags(_hazards.filters(version, capability)) == want
 
 

@@ -199,7 +199,9 @@ void LoopedGemm::run(const LoopedCall& call) {
 
   const auto count = static_cast<int64_t>(jobs.size());
   const int streams = static_cast<int>(std::min<int64_t>(call.streams, count));
-  if (streams == 1) {
+  // An event between writing alpha and reading it holds where the order in one stream does not.
+  const bool needs_event = call.alpha != nullptr && shape_.filters.reads_alpha_early;
+  if (streams == 1 && !needs_event) {
     Worker worker(*this, call, parts, call.stream, call.workspace, false);
     for (const Job& job : jobs) worker.run(job.expert, job.rows, place_of(job));
     return;

@@ -48,7 +48,7 @@ struct LoopedCall {
   void* out;
   int64_t out_row_stride;
   void* workspace;  // size() bytes for each stream, at a multiple of 256
-  int streams;      // 1 to 32; with 1 everything runs on the caller's
+  int streams;      // 1 to 32; with 1 the caller's own, unless alpha could be read too early there
   int threads;      // host threads that may enqueue; a capture has one
   Stream stream;
 };

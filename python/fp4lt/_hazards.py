@@ -183,7 +183,7 @@ HAZARDS: Final = (
     ),
 )
 """``large_stride`` is avoided since such strides are refused, with every version.
-``early_alpha`` is avoided since alpha is written before the event that the products wait for.
+``early_alpha`` is avoided since alpha is written before an event that the products wait for.
 ``query_in_capture`` refuses only a capture whose products have not run before."""
 
 
@@ -258,4 +258,5 @@ def filters(version: int, capability: str) -> _C.AlgorithmFilters:
         drop_uneven_split_k="uneven_split_k" in keys,
         no_query_in_capture="query_in_capture" in keys,
         refuses_one_row="one_row" in keys,
+        reads_alpha_early="early_alpha" in keys,
     )
