@@ -14,8 +14,8 @@ PACKAGE = ROOT / "python" / "fp4lt"
 
 # A module may import those of earlier lines, and those of its own folder.
 ORDER = [
-    ["errors", "formats", "_algorithms"],
-    ["_interop", "_library", "_build"],
+    ["errors", "formats"],
+    ["_interop", "_library", "_build", "_algorithms"],
     ["_hazards"],
     ["layout"],
     ["codec"],

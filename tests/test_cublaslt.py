@@ -94,12 +94,38 @@ def test_every_attribute_is_read_back(operand: Any, out: Any) -> None:
         ({"alignment": 8}, "multiples of 16 bytes"),
         ({"n": 0}, "empty"),
         ({"lda": 7136}, "leading dimension"),
+        ({"lda": 1 << 32}, "less than 2 GiB"),
+        ({"ldb": 1 << 32}, "less than 2 GiB"),
+        ({"ldd": 1 << 30}, "less than 2 GiB"),
+        ({"out": TYPES.R_32F, "ldd": 1 << 29}, "less than 2 GiB"),
+        ({"operand": TYPES.R_16F, "lda": 1 << 30}, "less than 2 GiB"),
     ],
 )
-def test_what_the_documentation_rules_out_is_refused(changes: dict[str, Any], words: str) -> None:
-    library = real_library()
+def test_what_the_documentation_rules_out_is_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    library = _C.CublasLt(str(stub(tmp_path, 130602, status=0)))
     with pytest.raises(ArgumentError, match=words):
         _C.cublaslt_read_back(library, description(**changes), a_scales=16, b_scales=16)
+
+
+@pytest.mark.parametrize(
+    ("scales", "words"),
+    [
+        ({"a_scales": 8, "b_scales": 16}, r"weights' scales .* 16 bytes .*\.clone\(\)"),
+        ({"a_scales": 16, "b_scales": 24}, r"activations' scales .* 16 bytes"),
+    ],
+)
+def test_misaligned_scales_are_refused(tmp_path: Path, scales: dict[str, int], words: str) -> None:
+    library = _C.CublasLt(str(stub(tmp_path, 130602, status=0)))
+    with pytest.raises(ArgumentError, match=words):
+        _C.cublaslt_read_back(library, description(), **scales)
+
+
+def test_the_longest_leading_dimensions_are_taken(tmp_path: Path) -> None:
+    library = _C.CublasLt(str(stub(tmp_path, 130602, status=0)))
+    longest = description(lda=(1 << 32) - 32, ldb=(1 << 32) - 32, ldd=(1 << 30) - 8)
+    assert _C.cublaslt_read_back(library, longest, a_scales=16, b_scales=16)
 
 
 def test_sixteen_bit_operands_may_be_ragged() -> None:
@@ -175,7 +201,13 @@ def test_needed_functions_are_all_looked_up() -> None:
     assert {"cublasLtMatmul", "cublasLtMatmulAlgoGetHeuristic"} <= set(names)
 
 
-NONE = {"drop_768_auto": False, "drop_uneven_split_k": False, "no_query_in_capture": False}
+NONE = {
+    "drop_768_auto": False,
+    "drop_uneven_split_k": False,
+    "no_query_in_capture": False,
+    "refuses_one_row": False,
+    "reads_alpha_early": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -200,6 +232,19 @@ def test_algorithms_that_are_dropped(
         filters=_C.AlgorithmFilters(**(NONE | filters)),
     )
     assert (reason is None) if words is None else (reason is not None and words in reason)
+
+
+@pytest.mark.parametrize("name", NONE)
+@pytest.mark.parametrize("changes", [{"n": 1}, {"m": 1}, {"n": 2}], ids=str)
+def test_a_refused_product_of_one_row_says_what_to_install(
+    name: str, changes: dict[str, int]
+) -> None:
+    filters = _C.AlgorithmFilters(**(NONE | {name: True}))
+    text = _C.cublaslt_advice(description(**changes), filters)
+    if name == "refuses_one_row" and 1 in changes.values():
+        assert "one row or one out-feature: install libcublasLt 13.6.1 or later" in text
+    else:
+        assert text == ""
 
 
 def headers() -> list[Path]:

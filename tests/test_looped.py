@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,38 @@ def test_packed_tiles_never_overlap() -> None:
         assert used <= _C.packed_tiles(int(starts[-1]), 12)
 
 
+class Recorder:
+    """A compiled loop that only says what it was given."""
+
+    stream_bytes = 256
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def run(self, **given: Any) -> None:
+        self.calls.append(given)
+
+
+@pytest.mark.parametrize(("version", "streams"), [(130100, 1), (130101, 8)])
+def test_streams_of_a_call(monkeypatch: pytest.MonkeyPatch, version: int, streams: int) -> None:
+    """Where kernels side by side spoil results there is one stream, as with one expert."""
+    monkeypatch.setattr(_library, "opened", lambda: SimpleNamespace(version=version))
+    monkeypatch.setattr(looped, "cuda_launch", lambda _: {"device": 0, "stream": 0})
+    monkeypatch.setenv(looped.TEST_CAPABILITY, "10.0")
+    cpu = torch.device("cpu")
+    gemm: Any = Recorder()
+    kinds = _C.LoopedWeights.EXPANDED, _C.DType.BF16, _C.DType.F32
+    looped.multiply(
+        looped.Product(64, 64, *kinds),
+        looped.Sizes(torch.arange(1, 13), 12, cpu),
+        fp4lt.quantize(torch.ones(12, 64, 64)),
+        torch.ones(12, 64, dtype=BF16),
+        torch.empty(12, 64),
+        gemm=gemm,
+    )
+    assert [call["streams"] for call in gemm.calls] == [streams]
+
+
 def grouped(**changes: Any) -> GroupedProblem:
     given: dict[str, Any] = {
         "experts": 4,
@@ -73,18 +106,37 @@ def test_refusals_without_a_cuda_device() -> None:
         assert text == "it needs a CUDA device, and the tensors are on cpu"
 
 
+@pytest.mark.parametrize("backend", [dequant.DequantBackend(), cublaslt.CublasLtBackend()])
+def test_both_backends_ask_for_the_defects_of_the_library(
+    monkeypatch: pytest.MonkeyPatch, backend: Any
+) -> None:
+    module = dequant if backend.name == "dequant" else cublaslt
+    monkeypatch.setattr(module, "device_refusal", lambda *_: None)
+    monkeypatch.setattr(_library, "opened", lambda: SimpleNamespace(version=130100))
+    monkeypatch.setenv(looped.TEST_CAPABILITY, "10.0")
+    monkeypatch.delenv("FP4LT_ACCEPT_TENSOR_MEMORY", raising=False)
+    text = backend.refusal(grouped(), torch.device("cuda", 0))
+    assert text is not None
+    assert "Tensor Memory" in text
+    monkeypatch.setenv("FP4LT_ACCEPT_TENSOR_MEMORY", "1")
+    assert backend.refusal(grouped(), torch.device("cuda", 0)) is None
+
+
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
         (grouped(b_format="bfloat16"), "multiplies NVFP4 weights, and these are bfloat16"),
         (grouped(recipe="w4a16"), "NVFP4 by NVFP4; use recipe='w4a4'"),
-        (grouped(k=48), "multiple of 32, and this is 48"),
+        (grouped(k=48), "multiple of 64, and this is 48"),
+        (grouped(k=96), "multiple of 64, and this is 96; pad codes and scales with zeros"),
+        (grouped(k=192), None),
         (grouped(n=60), "multiple of 8, and these are 60"),
         (grouped(a_format="nvfp4"), None),
         (grouped(a_format="float32"), None),
         (MoEProblem(4, 64, 48, 2, BF16, "nvfp4", "w4a4", "gate_up", "silu"), "this is 48"),
         (MoEProblem(4, 64, 96, 2, BF16, "nvfp4", "w4a16", "gate_up", "silu"), "use recipe"),
-        (MoEProblem(4, 64, 96, 2, BF16, "nvfp4", "w4a4", None, "relu2"), None),
+        (MoEProblem(4, 64, 96, 2, BF16, "nvfp4", "w4a4", None, "relu2"), "this is 96"),
+        (MoEProblem(4, 64, 128, 2, BF16, "nvfp4", "w4a4", None, "relu2"), None),
     ],
     ids=str,
 )

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import re
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from fp4lt import _C, _algorithms, tuning
 from fp4lt.__main__ import main
 from fp4lt._algorithms import Tuned
 from fp4lt.backends import looped
+from fp4lt.errors import UnsupportedError
 from fp4lt.testing import bounds, cases
 
 
@@ -58,7 +63,9 @@ def test_keys_tell_devices_versions_products_and_buckets_apart() -> None:
         "{",
         "[1, 2]",
         '{"entries": 3}',
-        '{"schema_version": 99, "entries": {}}',
+        '{"schema_version": 0, "entries": {}}',
+        '{"schema_version": "99", "entries": {}}',
+        "[" * 100_000,
         "\x00\x01 not json",
         '{"some": "other file"}',
     ],
@@ -71,6 +78,38 @@ def test_a_damaged_or_foreign_file_is_ignored_and_replaced(tmp_path: Path, conte
     with pytest.warns(UserWarning, match="ignored"):
         _algorithms.store(file, {"one": entry(1)})
     assert _algorithms.load(file) == {"one": entry(1)}
+
+
+def test_a_file_of_a_newer_version_is_ignored_and_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "algorithms.json"
+    content = '{"schema_version": 99, "entries": {"kept": 1}}'
+    file.write_text(content)
+    with pytest.warns(UserWarning, match=r"newer fp4lt; set FP4LT_ALGORITHMS to another file"):
+        assert _algorithms.load(file) == {}
+    with pytest.raises(UnsupportedError, match=r"schema version 99, this fp4lt writes 1.*another"):
+        _algorithms.store(file, {"one": entry(1)})
+    assert file.read_text() == content
+
+
+def test_a_user_without_a_name_has_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)
+    assert _algorithms.path({}) is None
+    assert _algorithms.path({"HOME": ""}) is None
+    assert _algorithms.path({"XDG_CACHE_HOME": "/c"}) == Path("/c/fp4lt/algorithms.json")
+
+
+def test_others_may_read_the_file_if_the_umask_lets_them(tmp_path: Path) -> None:
+    file = tmp_path / "algorithms.json"
+    old = os.umask(0o022)
+    try:
+        _algorithms.store(file, {"one": entry(1)})
+        assert stat.S_IMODE(file.stat().st_mode) == 0o644
+        file.chmod(0o664)
+        _algorithms.store(file, {"two": entry(2)})
+        assert stat.S_IMODE(file.stat().st_mode) == 0o664
+    finally:
+        os.umask(old)
 
 
 def test_a_truncated_file_is_ignored(tmp_path: Path) -> None:
@@ -91,9 +130,10 @@ def test_a_truncated_file_is_ignored(tmp_path: Path) -> None:
         {"algorithm": "!!"},
         {"check": 0},
         {"microseconds": "fast"},
+        {"microseconds": 10**400},
         {"about": None, "check": None},
     ],
-    ids=str,
+    ids=lambda damage: "-".join(damage),
 )
 def test_a_damaged_entry_is_ignored_alone(tmp_path: Path, damage: dict[str, Any]) -> None:
     file = tmp_path / "algorithms.json"
@@ -129,6 +169,89 @@ def test_products_of_a_block() -> None:
     (plain, _) = tuning.moe_products(64, 32, False, "float16", "nvfp4")
     assert (plain.n, plain.weights, plain.type) == (32, _C.LoopedWeights.DENSE, _C.DType.F16)
     assert str(plain) == "dense f16 -> f32 N=32 K=64"
+
+
+@pytest.mark.parametrize(
+    ("weights", "activations", "out", "want"),
+    [
+        ("nvfp4", "nvfp4", "bfloat16", ["BF16", "F32"]),
+        ("nvfp4", "nvfp4", "float16", ["F32"]),
+        ("nvfp4", "nvfp4", "float32", ["F32"]),
+        ("nvfp4", "bfloat16", "bfloat16", ["BF16"]),
+        ("nvfp4", "float16", "bfloat16", ["F32"]),
+        ("bfloat16", "nvfp4", "bfloat16", ["BF16"]),
+        ("float16", "nvfp4", "float16", ["F16"]),
+    ],
+)
+def test_products_of_grouped_mm(
+    monkeypatch: pytest.MonkeyPatch, weights: str, activations: str, out: str, want: list[str]
+) -> None:
+    """Those that calls ask for: rows quantized with a scale each go by way of fp32 sums."""
+    monkeypatch.setenv(looped.TEST_CAPABILITY, "9.0")
+    found = tuning.grouped_products(256, 512, weights, activations, out)
+    assert [product.out.name for product in found] == want
+    assert {(product.n, product.k) for product in found} == {(256, 512)}
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "kind"), [(64, 128, "CODES"), (64, 96, "EXPANDED"), (60, 128, "EXPANDED")]
+)
+def test_fp4_products_are_those_that_the_backend_takes(
+    monkeypatch: pytest.MonkeyPatch, n: int, k: int, kind: str
+) -> None:
+    monkeypatch.setenv(looped.TEST_CAPABILITY, "10.0")
+    assert tuning.product(n, k, "nvfp4", "nvfp4", "float32").weights.name == kind
+
+
+def outcome_of(product: looped.Product) -> tuning.Outcome:
+    return tuning.Outcome(f"{product} one", entry(1), 2.0, 3)
+
+
+def test_each_product_is_kept_before_the_next_one_is_tuned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "algorithms.json"
+    monkeypatch.setenv("FP4LT_ALGORITHMS", str(file))
+    first, second = tuning.moe_products(64, 128, True, "bfloat16", "bfloat16")
+
+    def tune(products: list[looped.Product], rows: int) -> Iterator[tuning.Outcome]:
+        assert rows == 1
+        for product in products:
+            if product == second:
+                raise KeyboardInterrupt
+            yield outcome_of(product)
+
+    monkeypatch.setattr(tuning, "tune", tune)
+    with pytest.raises(KeyboardInterrupt):
+        tuning.main([first, second], 1)
+    assert _algorithms.load(file) == {f"{first} one": entry(1)}
+    assert "[1/2]" in capsys.readouterr().out
+
+
+def test_a_file_of_a_newer_version_stops_the_command_before_it_tunes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "algorithms.json"
+    file.write_text('{"schema_version": 99, "entries": {}}')
+    monkeypatch.setenv("FP4LT_ALGORITHMS", str(file))
+    monkeypatch.setattr(tuning, "tune", lambda *_: pytest.fail("it tunes"))
+    products = tuning.moe_products(64, 128, True, "bfloat16", "bfloat16")
+    with pytest.raises(UnsupportedError, match="newer"):
+        tuning.main(products, 1)
+
+
+@pytest.mark.parametrize(
+    ("built", "words"), [("", "no CUDA code"), ("13.0", "torch .* finds no CUDA device")]
+)
+def test_the_command_says_that_it_needs_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], built: str, words: str
+) -> None:
+    monkeypatch.setattr(_C, "cuda_built_with", lambda: built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["tune", "--moe", "64,128"]) == 1
+    assert re.search(words, capsys.readouterr().err)
+    with pytest.raises(UnsupportedError, match=words):
+        next(tuning.tune([], 1))
 
 
 def test_the_command_needs_something_to_tune(capsys: pytest.CaptureFixture[str]) -> None:

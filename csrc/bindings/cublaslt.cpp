@@ -113,14 +113,18 @@ void bind_description(py::module_& m) {
 
 void bind_algorithms(py::module_& m) {
   py::class_<Filters>(m, "AlgorithmFilters", "Defects that concern single algorithms.")
-      .def(py::init([](bool drop_768_auto, bool drop_uneven_split_k, bool no_query_in_capture) {
-             return Filters{drop_768_auto, drop_uneven_split_k, no_query_in_capture};
+      .def(py::init([](bool drop_768_auto, bool drop_uneven_split_k, bool no_query_in_capture,
+                       bool refuses_one_row, bool reads_alpha_early) {
+             return Filters{drop_768_auto, drop_uneven_split_k, no_query_in_capture,
+                            refuses_one_row, reads_alpha_early};
            }),
            py::kw_only(), py::arg("drop_768_auto"), py::arg("drop_uneven_split_k"),
-           py::arg("no_query_in_capture"))
+           py::arg("no_query_in_capture"), py::arg("refuses_one_row"), py::arg("reads_alpha_early"))
       .def_readonly("drop_768_auto", &Filters::drop_768_auto)
       .def_readonly("drop_uneven_split_k", &Filters::drop_uneven_split_k)
-      .def_readonly("no_query_in_capture", &Filters::no_query_in_capture);
+      .def_readonly("no_query_in_capture", &Filters::no_query_in_capture)
+      .def_readonly("refuses_one_row", &Filters::refuses_one_row)
+      .def_readonly("reads_alpha_early", &Filters::reads_alpha_early);
   m.def(
       "cublaslt_dropped",
       [](int id, int splits, uint32_t stages, int64_t k,
@@ -134,6 +138,8 @@ void bind_algorithms(py::module_& m) {
       },
       py::kw_only(), py::arg("id"), py::arg("splits"), py::arg("stages"), py::arg("k"),
       py::arg("filters"), "Why an algorithm is not used, or None.");
+  m.def("cublaslt_advice", &cublaslt::advice, py::arg("description"), py::arg("filters"),
+        "What to say of a product that the library refuses; may be empty.");
 }
 
 }  // namespace

@@ -49,7 +49,10 @@ std::vector<Algorithm> query(const Library& library, abi::Handle handle, const M
   const int status = library->MatmulAlgoGetHeuristic(
       handle, matmul.desc.get(), matmul.a.get(), matmul.b.get(), matmul.d.get(), matmul.d.get(),
       preference.get(), static_cast<int>(results.size()), results.data(), &found);
-  library.check(status, "cublasLtMatmulAlgoGetHeuristic", to_string(asked));
+  if (status != abi::kSuccess) {
+    library.check(status, "cublasLtMatmulAlgoGetHeuristic",
+                  to_string(asked) + advice(asked, filters));
+  }
   std::vector<Algorithm> algorithms;
   for (int i = 0; i < found && static_cast<int>(algorithms.size()) < count; ++i) {
     if (results[i].state != abi::kSuccess) continue;
@@ -96,6 +99,15 @@ const char* dropped(const Algorithm& a, int64_t k, const Filters& filters) {
   return nullptr;
 }
 
+const char* advice(const MatmulDescription& matmul, const Filters& filters) {
+  if (filters.refuses_one_row && (matmul.n == 1 || matmul.m == 1)) {
+    return "\nthis version refuses some products of one row or one out-feature: install "
+           "libcublasLt "
+           "13.6.1 or later";
+  }
+  return "";
+}
+
 std::vector<Algorithm> find_algorithms(const Library& library, abi::Handle handle,
                                        const Matmul& matmul, int count, const Filters& filters) {
   MatmulDescription asked = matmul.description();
@@ -108,7 +120,8 @@ std::vector<Algorithm> find_algorithms(const Library& library, abi::Handle handl
     algorithms = query(library, handle, matmul, asked, count, filters, reasons);
   }
   if (algorithms.empty()) {
-    library.check(abi::kNotSupported, "cublasLtMatmulAlgoGetHeuristic", to_string(asked) + reasons);
+    library.check(abi::kNotSupported, "cublasLtMatmulAlgoGetHeuristic",
+                  to_string(asked) + reasons + advice(asked, filters));
   }
   return algorithms;
 }

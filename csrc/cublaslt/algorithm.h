@@ -10,12 +10,14 @@
 
 namespace fp4lt::cublaslt {
 
-// Known defects that concern single algorithms; which apply is decided by version and device in
-// Python (_library.py).
+// Known defects that concern single products; which apply is decided by version and device in
+// Python (_hazards.py).
 struct Filters {
   bool drop_768_auto = false;        // stages 768xAUTO
   bool drop_uneven_split_k = false;  // algorithm 66 with a number of splits that does not divide K
   bool no_query_in_capture = false;  // asking for algorithms would break an ongoing capture
+  bool refuses_one_row = false;      // some products with n or m of 1 are refused
+  bool reads_alpha_early = false;    // before the kernel ahead of it in its stream has ended
 };
 
 struct Algorithm {
@@ -34,6 +36,9 @@ abi::Algo algo_from_bytes(const std::string& bytes);
 
 // Why a filter drops the algorithm at this K, or null.
 const char* dropped(const Algorithm& a, int64_t k, const Filters& filters);
+
+// What to say of a product that the library refuses, beside the product; may be empty.
+const char* advice(const MatmulDescription& matmul, const Filters& filters);
 
 // At most `count` algorithms in the library's order of preference.  An FP4 product must have its
 // scale pointers set.  Throws LibraryError with the whole description if the library has none, or

@@ -26,6 +26,14 @@ uint32_t alignment_of(const void* base, int64_t stride) {
   return static_cast<uint32_t>(bits & (~bits + 1));
 }
 
+// Not restored, unlike with a guard: a helper thread begins with device 0, and setting that again
+// would open a context there.  The thread that calls has a guard of its own.
+void use_device(int device) {
+  int current = 0;
+  FP4LT_CUDA_CHECK(cudaGetDevice(&current));
+  if (current != device) FP4LT_CUDA_CHECK(cudaSetDevice(device));
+}
+
 struct Job {
   int64_t expert, start, rows;
 };
@@ -112,7 +120,10 @@ Algorithm LoopedGemm::choose(Table& table, Matmul& matmul, int64_t rows, bool ca
   const auto known = table.by_rows.find(rows);
   if (known != table.by_rows.end()) return known->second;
   const int64_t bucket = row_bucket(rows);
-  const auto pinned = pinned_.find(bucket);
+  // Pinned ones were chosen for aligned operands, and AlgoCheck knows nothing of pointers.
+  const MatmulDescription& d = matmul.description();
+  const bool aligned = std::min({d.a_alignment, d.b_alignment, d.d_alignment}) >= 16;
+  const auto pinned = aligned ? pinned_.find(bucket) : pinned_.end();
   const abi::Algo* proposal = pinned != pinned_.end() ? &pinned->second : nullptr;
   if (proposal == nullptr) {
     auto found = table.buckets.find(bucket);
@@ -137,6 +148,11 @@ std::vector<LoopedGemm::Part> LoopedGemm::plan(const LoopedCall& call,
                   (reinterpret_cast<uintptr_t>(call.nvfp4.codes) % 8 == 0 &&
                    call.nvfp4.codes_expert_stride % 8 == 0),
               "looped: codes must lie at multiples of 8 bytes; these do not: .clone() the tensor");
+  // The first expert's scales are looked at by set_scales(), before anything is launched.
+  FP4LT_CHECK(
+      shape_.weights != Weights::kCodes || call.nvfp4.scales_expert_stride % 16 == 0,
+      "looped: each expert's scales must lie at multiples of 16 bytes for FP4, and these are ",
+      call.nvfp4.scales_expert_stride, " bytes apart: .clone() the tensor");
   std::vector<Part> parts = this->parts(call);
   const std::lock_guard<std::mutex> lock(mutex_);
   const RelaxedCapture relaxed;
@@ -183,7 +199,9 @@ void LoopedGemm::run(const LoopedCall& call) {
 
   const auto count = static_cast<int64_t>(jobs.size());
   const int streams = static_cast<int>(std::min<int64_t>(call.streams, count));
-  if (streams == 1) {
+  // An event between writing alpha and reading it holds where the order in one stream does not.
+  const bool needs_event = call.alpha != nullptr && shape_.filters.reads_alpha_early;
+  if (streams == 1 && !needs_event) {
     Worker worker(*this, call, parts, call.stream, call.workspace, false);
     for (const Job& job : jobs) worker.run(job.expert, job.rows, place_of(job));
     return;
@@ -194,7 +212,7 @@ void LoopedGemm::run(const LoopedCall& call) {
       capturing ? 1
                 : static_cast<int>(std::clamp<int64_t>(count / kJobsPerThread, 1, call.threads));
   parallel_for(loan.size(), threads, [&](int64_t s) {
-    const cuda::DeviceGuard own(device_);
+    use_device(device_);
     Worker worker(*this, call, parts, loan[static_cast<int>(s)],
                   at(call.workspace, s * stream_bytes()), false);
     for (int64_t j = s; j < count; j += loan.size()) {

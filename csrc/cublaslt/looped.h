@@ -48,7 +48,7 @@ struct LoopedCall {
   void* out;
   int64_t out_row_stride;
   void* workspace;  // size() bytes for each stream, at a multiple of 256
-  int streams;      // 1 to 32; with 1 everything runs on the caller's
+  int streams;      // 1 to 32; with 1 the caller's own, unless alpha could be read too early there
   int threads;      // host threads that may enqueue; a capture has one
   Stream stream;
 };
@@ -84,7 +84,8 @@ class LoopedGemm {
 
   // The library's proposals for products of `rows` rows of a call like this one, best first.
   std::vector<Algorithm> candidates(const LoopedCall& call, int64_t rows, int count);
-  // Use this algorithm for all products of a bucket from now on, wherever it serves.
+  // Use this algorithm for all products of a bucket from now on, wherever it serves and all
+  // operands lie at multiples of 16 bytes.
   void pin(int64_t bucket, const abi::Algo& algo);
 
  private:

@@ -85,7 +85,8 @@ class LoopedGemm::Worker {
                                        static_cast<size_t>(s.library_workspace), stream_);
     if (status != abi::kSuccess) {
       library.check(status, "cublasLtMatmul",
-                    to_string(matmul.description()) + "\nalgorithm " + to_string(algorithm));
+                    to_string(matmul.description()) + "\nalgorithm " + to_string(algorithm) +
+                        advice(matmul.description(), s.filters));
     }
   }
 

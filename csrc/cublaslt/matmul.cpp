@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cublaslt/matmul.h"
 
+#include <algorithm>
+
 #include "core/error.h"
 
 namespace fp4lt::cublaslt {
@@ -39,6 +41,13 @@ const MatmulDescription& checked(const MatmulDescription& d) {
               "an empty product is not for cuBLASLt: ", to_string(d));
   FP4LT_CHECK(d.lda >= d.k && d.ldb >= d.k && d.ldd >= d.m,
               "a leading dimension is less than the rows it spans: ", to_string(d));
+  // Past this, algorithm 66 of some versions is wrong or reads elsewhere; nobody needs it.
+  constexpr int64_t kTooLong = int64_t{1} << 31;
+  const int64_t operand_bits = d.block_scaled() ? 4 : 16;
+  FP4LT_CHECK(
+      std::max(d.lda, d.ldb) * operand_bits / 8 < kTooLong &&
+          d.ldd * (d.out == abi::kR32F ? 4 : 2) < kTooLong,
+      "leading dimensions must be less than 2 GiB; make the tensors contiguous: ", to_string(d));
   if (d.block_scaled()) check_block_scaled(d);
   return d;
 }
@@ -81,6 +90,12 @@ void Matmul::set_rows(int64_t n) {
 }
 
 void Matmul::set_scales(const void* a_scales, const void* b_scales) {
+  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  FP4LT_CHECK(aligned(a_scales),
+              "the weights' scales must lie at multiples of 16 bytes for FP4; these do not: "
+              ".clone() the tensor");
+  FP4LT_CHECK(aligned(b_scales),
+              "the activations' scales must lie at multiples of 16 bytes for FP4");
   desc.set(abi::kDescAScalePointer, a_scales);
   desc.set(abi::kDescBScalePointer, b_scales);
 }

@@ -36,7 +36,8 @@ class Matmul {
   const MatmulDescription& description() const { return description_; }
   // Another number of rows.
   void set_rows(int64_t n);
-  // Scale tiles of A and B at multiples of 16 bytes; for FP4 only.
+  // Scale tiles of A and B, for FP4 only.  Throws ArgumentError unless they lie at multiples of 16
+  // bytes.
   void set_scales(const void* a, const void* b);
 
   MatmulDesc desc;

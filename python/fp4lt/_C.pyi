@@ -42,6 +42,7 @@ __all__: list[str] = [
     "combine",
     "compiler",
     "cpu_kernels",
+    "cublaslt_advice",
     "cublaslt_dropped",
     "cublaslt_read_back",
     "cuda_activate",
@@ -271,7 +272,13 @@ class AlgorithmFilters:
     Defects that concern single algorithms.
     """
     def __init__(
-        self, *, drop_768_auto: bool, drop_uneven_split_k: bool, no_query_in_capture: bool
+        self,
+        *,
+        drop_768_auto: bool,
+        drop_uneven_split_k: bool,
+        no_query_in_capture: bool,
+        refuses_one_row: bool,
+        reads_alpha_early: bool,
     ) -> None: ...
     @property
     def drop_768_auto(self) -> bool: ...
@@ -279,6 +286,10 @@ class AlgorithmFilters:
     def drop_uneven_split_k(self) -> bool: ...
     @property
     def no_query_in_capture(self) -> bool: ...
+    @property
+    def reads_alpha_early(self) -> bool: ...
+    @property
+    def refuses_one_row(self) -> bool: ...
 
 class LoopedWeights(enum.IntEnum):
     DENSE = 0
@@ -448,6 +459,11 @@ def compiler() -> str:
 def cpu_kernels() -> list[str]:
     """
     Names of the CPU kernel tables that this processor runs, the best one last.
+    """
+
+def cublaslt_advice(description: MatmulDescription, filters: AlgorithmFilters) -> str:
+    """
+    What to say of a product that the library refuses; may be empty.
     """
 
 def cublaslt_dropped(

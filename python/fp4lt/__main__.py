@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from fp4lt import backends, doctor, tuning
+from fp4lt.backends.looped import Product
+from fp4lt.errors import UnsupportedError
 from fp4lt.testing import verify
 
 _DOCTOR = (
@@ -78,14 +80,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _tune(options: argparse.Namespace) -> int:
     if not options.moe and not options.shape:
         parser().error("tune needs --moe or --shape")
+    try:
+        tuning.check_device()
+        return tuning.main(_products(options), options.rows)
+    except UnsupportedError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _products(options: argparse.Namespace) -> list[Product]:
     types = (options.weights, options.activations)
     products = [
         product
         for hidden, inner in options.moe
         for product in tuning.moe_products(hidden, inner, not options.ungated, *types)
     ]
-    products += [tuning.product(n, k, *types, options.out) for n, k in options.shape]
-    return tuning.main(products, options.rows)
+    for n, k in options.shape:
+        products += tuning.grouped_products(n, k, *types, options.out)
+    return products
 
 
 if __name__ == "__main__":

@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is known to be wrong with versions of libcublasLt, and what is done about it.
 
-From NVIDIA's release notes, as far as they concern what fp4lt asks of the library.
+From NVIDIA's release notes, and one from users' reports, as far as they concern what fp4lt asks of
+the library.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from fp4lt import _C
 from fp4lt._library import version_name
 
 ACCEPT_TENSOR_MEMORY: Final = "FP4LT_ACCEPT_TENSOR_MEMORY"
-"""Environment variable that takes back the refusal of versions with the Tensor Memory defect."""
+"""Environment variable that takes back the refusal of versions with the Tensor Memory defect: calls
+then use one stream, and that no other kernel runs on the GPU is up to the user."""
 
 Action: TypeAlias = Literal["refuse", "drop", "avoid", "warn"]
 """What is done: the product is refused; the algorithms concerned are not used; the way we call the
 library keeps clear of it; or it is only said."""
+
+Operands: TypeAlias = Literal["fp4", "16-bit", "any"]
 
 _OPEN: Final = 1 << 30
 _EVERY: Final = ("",)
@@ -41,8 +46,8 @@ class Hazard(NamedTuple):
         What goes wrong.
     cure : str
         What to install.
-    fp4_only : bool
-        Whether products of 16-bit operands are safe.
+    operands : str
+        Products of which operands it spoils: "fp4", "16-bit" or "any".
     """
 
     key: str
@@ -51,7 +56,7 @@ class Hazard(NamedTuple):
     action: Action
     text: str
     cure: str
-    fp4_only: bool = True
+    operands: Operands = "fp4"
 
 
 HAZARDS: Final = (
@@ -78,6 +83,7 @@ HAZARDS: Final = (
         "refuse",
         "wrong results when another kernel that uses Tensor Memory runs at the same time",
         "12.8.5, 12.9.2, 13.1.1, 13.2.2, or 13.3.0 and later",
+        operands="any",
     ),
     Hazard(
         "ragged_64",
@@ -96,13 +102,49 @@ HAZARDS: Final = (
         "13.6.2, or 13.8.0 and later",
     ),
     Hazard(
+        "spark_16_bit",
+        ("12.1",),
+        ((0, 130300),),
+        "refuse",
+        "illegal memory accesses in bf16 and fp16 products on DGX Spark",
+        "13.3.0 or later",
+        operands="16-bit",
+    ),
+    Hazard(
+        "geforce_16_bit",
+        ("12.0",),
+        ((0, 130300),),
+        "warn",
+        "illegal memory accesses in bf16 and fp16 products are known of its sibling 12.1",
+        "13.3.0 or later",
+        operands="16-bit",
+    ),
+    Hazard(
+        "large_stride",
+        ("9.0", "10.", "11."),
+        ((120603, 120805), (120900, 120902), (130000, 130101), (130200, 130202)),
+        "avoid",
+        "wrong results or illegal memory accesses where a leading dimension is 2 GiB or more",
+        "12.8.5, 12.9.2, 13.1.1, 13.2.2, or 13.3.0 and later",
+        operands="any",
+    ),
+    Hazard(
+        "memory_errors",
+        ("12.0",),
+        ((130501, 130600),),
+        "warn",
+        "memory errors on RTX 50 laptops, from users' reports, which 13.4.0 did not have",
+        "13.4.0, or a later version than 13.5.1",
+        operands="any",
+    ),
+    Hazard(
         "uneven_split_k",
         ("9.0", "10.", "11."),
         ((120603, 130800),),
         "drop",
         "wrong results from split-K algorithms at some K",
         "13.8.0 or later",
-        fp4_only=False,
+        operands="any",
     ),
     Hazard(
         "early_alpha",
@@ -111,7 +153,7 @@ HAZARDS: Final = (
         "avoid",
         "a device alpha may be read before the kernel that writes it has ended",
         "13.6.1 or later",
-        fp4_only=False,
+        operands="any",
     ),
     Hazard(
         "one_row",
@@ -120,7 +162,7 @@ HAZARDS: Final = (
         "warn",
         "products of one row may be refused",
         "13.6.1 or later",
-        fp4_only=False,
+        operands="any",
     ),
     Hazard(
         "query_in_capture",
@@ -129,7 +171,7 @@ HAZARDS: Final = (
         "refuse",
         "asking for algorithms breaks a graph capture",
         "13.6.1 or later",
-        fp4_only=False,
+        operands="any",
     ),
     Hazard(
         "grouped",
@@ -140,7 +182,8 @@ HAZARDS: Final = (
         "13.4 to 13.6 for grouped products",
     ),
 )
-"""``early_alpha`` is avoided since alpha is written before the event that the products wait for.
+"""``large_stride`` is avoided since such strides are refused, with every version.
+``early_alpha`` is avoided since alpha is written before an event that the products wait for.
 ``query_in_capture`` refuses only a capture whose products have not run before."""
 
 
@@ -154,18 +197,20 @@ def hazards(version: int, capability: str) -> list[Hazard]:
     ]
 
 
-def fp4_refusal(
+def refusal(
     version: int,
     capability: str,
-    columns: tuple[int, ...],
+    operands: Literal["fp4", "16-bit"],
+    columns: tuple[int, ...] = (),
     environ: Mapping[str, str] | None = None,
 ) -> str | None:
-    """Why this version may not multiply FP4 on the device, or None.
+    """Why this version may not multiply such operands on the device, or None.
 
     Parameters
     ----------
     version : int
     capability : str
+    operands : "fp4" or "16-bit"
     columns : tuple of int
         Out-features of each product.
     environ : mapping, optional
@@ -173,7 +218,9 @@ def fp4_refusal(
     """
     accepts = (os.environ if environ is None else environ).get(ACCEPT_TENSOR_MEMORY) == "1"
     for hazard in hazards(version, capability):
-        if hazard.action != "refuse" or not hazard.fp4_only:
+        if hazard.action != "refuse" or hazard.operands not in (operands, "any"):
+            continue
+        if hazard.key == "query_in_capture":  # of captures only: the loop refuses those
             continue
         if hazard.key == "ragged_64" and all(n % 64 == 0 for n in columns):
             continue
@@ -184,9 +231,23 @@ def fp4_refusal(
             f"{hazard.text}; install {hazard.cure}"
         )
         if hazard.key == "tensor_memory":
-            text += f" (or set {ACCEPT_TENSOR_MEMORY}=1 where nothing else runs on the GPU)"
+            text += (
+                f" (or set {ACCEPT_TENSOR_MEMORY}=1 for one stream, slower; what else runs on the "
+                "GPU can still spoil results, at your own risk)"
+            )
         return text
     return None
+
+
+@lru_cache(maxsize=64)
+def most_streams(version: int, capability: str) -> int:
+    """Streams that products may run on side by side: one where each can spoil the others.
+
+    That holds whether the defect was accepted or not: what is accepted is the risk of other kernels
+    on the GPU, which nothing here can see.
+    """
+    keys = {hazard.key for hazard in hazards(version, capability)}
+    return 1 if "tensor_memory" in keys else _C.MAX_STREAMS
 
 
 def filters(version: int, capability: str) -> _C.AlgorithmFilters:
@@ -196,4 +257,6 @@ def filters(version: int, capability: str) -> _C.AlgorithmFilters:
         drop_768_auto="stages_768_auto" in keys,
         drop_uneven_split_k="uneven_split_k" in keys,
         no_query_in_capture="query_in_capture" in keys,
+        refuses_one_row="one_row" in keys,
+        reads_alpha_early="early_alpha" in keys,
     )

@@ -17,7 +17,7 @@ from fp4lt import _C, _algorithms
 from fp4lt._interop import address, dense_view, nvfp4_view
 from fp4lt.backends import looped
 from fp4lt.backends.looped import Product
-from fp4lt.errors import Error
+from fp4lt.errors import Error, UnsupportedError
 from fp4lt.layout import padded_scale_shape
 from fp4lt.problem import Operand
 from fp4lt.tensor import NVFP4Tensor
@@ -169,7 +169,13 @@ def tune(
     Notes
     -----
     Nothing is written: :func:`keep` does that.  Proposals that fail are left out.
+
+    Raises
+    ------
+    UnsupportedError
+        Where there is no CUDA device, or this build has no CUDA code.
     """
+    check_device()
     place = torch.device(device)
     index = torch.cuda.current_device() if place.index is None else place.index
     place = torch.device("cuda", index)
@@ -203,11 +209,29 @@ def keep(outcomes: Iterable[Outcome]) -> str:
     """
     file = _algorithms.path()
     if file is None:
-        return f"nothing was written: {_algorithms.VARIABLE} is empty"
+        return f"nothing, since there is no file: set {_algorithms.VARIABLE} to one"
     _algorithms.store(file, {outcome.key: outcome.best for outcome in outcomes})
     looped.tuned.cache_clear()
     looped.compiled.cache_clear()
     return str(file)
+
+
+def check_device() -> None:
+    """Raise where there is nothing to tune on.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    if not _C.cuda_built_with():
+        raise UnsupportedError(
+            "tune: this build of fp4lt has no CUDA code; reinstall it where nvcc is found"
+        )
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"tune: it times cuBLASLt on a GPU, and torch {torch.__version__} finds no CUDA "
+            "device; run it where the model runs"
+        )
 
 
 def moe_products(
@@ -221,6 +245,21 @@ def moe_products(
     ]
 
 
+def grouped_products(n: int, k: int, weights: str, activations: str, out: str) -> list[Product]:
+    """The products that grouped_mm may ask for, for an output of dtype `out`; as :func:`product`.
+
+    The output is written by the matmul where it has the operands' type and factors of the experts
+    alone; otherwise it comes by way of fp32 sums, as it does for NVFP4 activations with a scale per
+    row, which is what they have unless scales are given.
+    """
+    exact = weights == "nvfp4" and activations == "nvfp4"
+    operands = "bfloat16" if exact else weights if weights != "nvfp4" else activations
+    outs = [out] if out in ("float32", operands) else ["float32"]
+    if exact and "float32" not in outs:
+        outs.append("float32")
+    return [product(n, k, weights, activations, name) for name in outs]
+
+
 def product(n: int, k: int, weights: str, activations: str, out: str) -> Product:
     """A product by the names of its types.
 
@@ -229,30 +268,37 @@ def product(n: int, k: int, weights: str, activations: str, out: str) -> Product
     weights : "nvfp4", "bfloat16" or "float16"
     activations : "nvfp4", "bfloat16" or "float16"
         As they are multiplied: "nvfp4" with NVFP4 weights means FP4 tensor cores where there are
-        any, else bf16.
+        any and they take N and K, else bf16.
     out : "float32", "bfloat16" or "float16"
     """
     types = {str(dtype).removeprefix("torch."): kind for kind, dtype in _DTYPES.items()}
     if weights != "nvfp4":
         return Product(n, k, _C.LoopedWeights.DENSE, types[weights], types[out])
     if activations == "nvfp4":
-        fp4 = looped.capability(torch.device("cuda")) >= (10, 0)
+        fp4 = looped.capability(torch.device("cuda")) >= (10, 0) and n % 8 == 0 and k % 64 == 0
         kind = _C.LoopedWeights.CODES if fp4 else _C.LoopedWeights.EXPANDED
         return Product(n, k, kind, _C.DType.BF16, types[out])
     return Product(n, k, _C.LoopedWeights.EXPANDED, types[activations], types[out])
 
 
 def main(products: list[Product], rows: int) -> int:
-    """The command: tune, print a line per outcome, write the file."""
-    outcomes = []
+    """The command: tune, print a line per outcome, write the file after each product."""
+    file = _algorithms.path()
+    if file is not None:
+        _algorithms.check_not_newer(file)
+    done, kept = 0, ""
     last = _C.row_bucket(rows)
     total = len(products) * sum(bucket <= last for bucket in looped.BUCKETS)
-    for outcome in tune(products, rows):
-        outcomes.append(outcome)
-        print(
-            f"[{len(outcomes)}/{total}] {outcome.key}: {outcome.best.microseconds:.2f} us an "
-            f"expert, first of {outcome.proposals} proposals {outcome.first:.2f}",
-            flush=True,
-        )
-    print(f"kept in {keep(outcomes)}")
+    for one in products:
+        outcomes = []
+        for outcome in tune([one], rows):
+            outcomes.append(outcome)
+            done += 1
+            print(
+                f"[{done}/{total}] {outcome.key}: {outcome.best.microseconds:.2f} us an expert, "
+                f"first of {outcome.proposals} proposals {outcome.first:.2f}",
+                flush=True,
+            )
+        kept = keep(outcomes)
+    print(f"kept in {kept}")
     return 0

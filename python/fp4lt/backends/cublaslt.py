@@ -33,7 +33,7 @@ class CublasLtBackend:
         if refused is not None:
             return refused
         version = _library.opened().version
-        return _hazards.fp4_refusal(version, f"{major}.{minor}", _columns(problem))
+        return _hazards.refusal(version, f"{major}.{minor}", "fp4", _columns(problem))
 
     def grouped_mm(self, problem: GroupedProblem, call: GroupedCall) -> None:
         """See :class:`fp4lt.backends.base.Backend`."""
@@ -69,10 +69,13 @@ def _format_refusal(problem: GroupedProblem | MoEProblem) -> str | None:
     if not exact:
         return "it multiplies NVFP4 by NVFP4; use recipe='w4a4', or backend='fused'"
     for k in inner:
-        if k % 32:
+        # 32 would do for the codes.  But the last tile of scales would then hold blocks past K,
+        # which cuBLASLt wants zero and reads, and which in weights are as their maker left them.
+        if k % 64:
             return (
-                f"cuBLASLt's FP4 needs an inner dimension that is a multiple of 32, and this is "
-                f"{k}; pad it with zeros, or use backend='fused'"
+                "cuBLASLt's FP4 needs an inner dimension that fills its tiles of scales, a "
+                f"multiple of 64, and this is {k}; pad codes and scales with zeros, or use "
+                "backend='fused'"
             )
     for n in _columns(problem):
         if n % 8:

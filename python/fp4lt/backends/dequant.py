@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from fp4lt.backends.looped import depth, device_refusal
+from fp4lt import _hazards, _library
+from fp4lt.backends.looped import capability, depth, device_refusal
 from fp4lt.backends.looped_calls import run_block, run_grouped, run_moe
 from fp4lt.backends.trace import host_trace
 from fp4lt.problem import GroupedCall, GroupedProblem, MoECall, MoEProblem, MoETrace
@@ -25,7 +26,11 @@ class DequantBackend:
 
     def refusal(self, problem: GroupedProblem | MoEProblem, device: torch.device) -> str | None:
         """See :class:`fp4lt.backends.base.Backend`."""
-        return device_refusal(problem, device)
+        refused = device_refusal(problem, device)
+        if refused is not None:
+            return refused
+        major, minor = capability(device)
+        return _hazards.refusal(_library.opened().version, f"{major}.{minor}", "16-bit")
 
     def grouped_mm(self, problem: GroupedProblem, call: GroupedCall) -> None:
         """See :class:`fp4lt.backends.base.Backend`."""

@@ -305,7 +305,7 @@ def multiply(
         "out_row_stride": max(out.stride(0), out.shape[1]),
         "stream": launch["stream"],
     }
-    streams = min(product.streams(), experts)
+    streams = min(product.streams(), experts, _most_streams(out.device))
     if sizes.host is not None:
         streams = min(streams, rows.shape[0])
         memory = _workspace(streams * gemm.stream_bytes, out.device)
@@ -327,6 +327,11 @@ def multiply(
         streams=streams,
         **operands,
     )
+
+
+def _most_streams(device: torch.device) -> int:
+    major, minor = capability(device)
+    return _hazards.most_streams(_library.opened().version, f"{major}.{minor}")
 
 
 def _workspace(size: int, device: torch.device) -> torch.Tensor:
