@@ -78,8 +78,9 @@ def test_example_of_expert_parallelism_runs(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "example.py").write_text(block)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launch, str(tmp_path / "example.py")]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert sorted(done.stdout.split("\n"))[1:] == [
-        f"{r} torch.Size([{5 + r}, 128])" for r in (0, 1)
-    ]
+    # A file for each rank: on one pipe their lines can run into each other.
+    logs = ["--log-dir", str(tmp_path / "logs"), "--redirects", "1"]
+    command = [*launch, *logs, str(tmp_path / "example.py")]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    printed = sorted(path.read_text() for path in (tmp_path / "logs").rglob("stdout.log"))
+    assert printed == [f"{r} torch.Size([{5 + r}, 128])\n" for r in (0, 1)]
