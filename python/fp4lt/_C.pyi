@@ -26,6 +26,7 @@ __all__: list[str] = [
     "GlobalScale",
     "Nvfp4View",
     "activate",
+    "allow_openmp",
     "combine",
     "cpu_kernels",
     "cuda_activate",
@@ -50,6 +51,7 @@ __all__: list[str] = [
     "fused_depth",
     "grouped_gemm",
     "max_row_blocks",
+    "openmp_in_use",
     "pool_size",
     "quantize",
     "route",
@@ -165,6 +167,11 @@ def activate(
 ) -> None:
     """
     Gate and up to the second GEMM's input.
+    """
+
+def allow_openmp(allowed: bool) -> None:
+    """
+    Use the OpenMP runtime where there is one; otherwise threads of our own.
     """
 
 def combine(
@@ -495,9 +502,14 @@ def max_row_blocks(
     Entries that a work list needs room for.
     """
 
+def openmp_in_use() -> bool:
+    """
+    Whether work goes to the threads of the process's OpenMP runtime.
+    """
+
 def pool_size() -> int:
     """
-    Helper threads started so far.
+    Helper threads of our own started so far.
     """
 
 def quantize(
