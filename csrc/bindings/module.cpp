@@ -5,6 +5,7 @@
 #include "core/error.h"
 #include "core/problem.h"
 #include "core/views.h"
+#include "cpu/openmp.h"
 #include "cpu/simd.h"
 #include "cpu/thread_pool.h"
 
@@ -88,7 +89,11 @@ void bind_cpu(py::module_& m) {
   m.def("select_cpu_kernels", &select_kernels, py::arg("name"),
         "Use the named table from now on; an empty name means the best one.");
   m.def("compiler", &compiler, "Name and version of the C++ compiler that built the module.");
-  m.def("pool_size", &pool_size, "Helper threads started so far.");
+  m.def("pool_size", &pool_size, "Helper threads of our own started so far.");
+  m.def("openmp_in_use", &openmp_in_use,
+        "Whether work goes to the threads of the process's OpenMP runtime.");
+  m.def("allow_openmp", &allow_openmp, py::arg("allowed"),
+        "Use the OpenMP runtime where there is one; otherwise threads of our own.");
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "cpu/fp_mode.h"
+#include "cpu/openmp.h"
 
 namespace fp4lt {
 namespace {
@@ -124,9 +125,11 @@ void parallel_for(int64_t tasks, int threads, const std::function<void(int64_t)>
   job.fn = &fn;
   job.tasks = tasks;
   const int helpers = static_cast<int>(std::min<int64_t>(std::max(threads, 1), tasks)) - 1;
+  // The whole team, however few the tasks: one of another size would have to be formed anew.
+  const auto work = [](void* shared) { static_cast<Job*>(shared)->work(); };
   if (helpers == 0) {
     job.work();
-  } else {
+  } else if (!openmp_run(threads, work, &job)) {
     Pool::get().run(job, helpers);
   }
   if (job.error) std::rethrow_exception(job.error);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One pool of helper threads for the process, asleep when there is nothing to do.
+// Work for several threads: those of the process's OpenMP runtime (openmp.h) or, without one, those
+// of a pool of our own, asleep when there is nothing to do.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +15,10 @@ namespace fp4lt {
 // `fn` runs with denormals honoured and rounding to nearest, whatever the caller's mode is.  The
 // first exception is rethrown here; tasks not yet started are then dropped.
 //
-// Safe after fork(): the child starts helpers of its own when it first needs them.
+// Safe after fork(): the child starts a pool of its own when it first needs one.
 void parallel_for(int64_t tasks, int threads, const std::function<void(int64_t)>& fn);
 
-// Helpers started so far in this process; for tests.
+// Threads of the pool started so far in this process; for tests.
 int pool_size();
 
 }  // namespace fp4lt

@@ -38,6 +38,7 @@ __all__: list[str] = [
     "OperandRows",
     "RowForm",
     "activate",
+    "allow_openmp",
     "can_wgmma",
     "combine",
     "compiler",
@@ -73,6 +74,7 @@ __all__: list[str] = [
     "grouped_gemm",
     "max_row_blocks",
     "most_block_rows",
+    "openmp_in_use",
     "packed_tiles",
     "pool_size",
     "quantize",
@@ -423,6 +425,11 @@ def activate(
 ) -> None:
     """
     Gate and up to the second GEMM's input.
+    """
+
+def allow_openmp(allowed: bool) -> None:
+    """
+    Use the OpenMP runtime where there is one; otherwise threads of our own.
     """
 
 def can_wgmma(
@@ -895,6 +902,11 @@ def most_block_rows(device: typing.SupportsInt | typing.SupportsIndex, form: Row
     The most rows that an entry of a work list may have on the device.
     """
 
+def openmp_in_use() -> bool:
+    """
+    Whether work goes to the threads of the process's OpenMP runtime.
+    """
+
 def packed_tiles(
     rows: typing.SupportsInt | typing.SupportsIndex,
     experts: typing.SupportsInt | typing.SupportsIndex,
@@ -905,7 +917,7 @@ def packed_tiles(
 
 def pool_size() -> int:
     """
-    Helper threads started so far.
+    Helper threads of our own started so far.
     """
 
 def quantize(

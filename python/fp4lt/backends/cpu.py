@@ -73,10 +73,10 @@ class CpuBackend:
 
     def grouped_mm(self, problem: GroupedProblem, call: GroupedCall) -> None:
         """See :class:`fp4lt.backends.base.Backend`."""
-        rows = int(call.ends[-1])
         a = call.a
         if problem.quantizes:
             assert isinstance(a, torch.Tensor)
+            rows = int(call.ends[-1])
             scale = call.a_scale
             if scale is not None and scale.ndim:
                 counts = torch.diff(call.ends, prepend=call.ends.new_zeros(1))
